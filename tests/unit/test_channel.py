@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports between the halves: their encoding, the side channel, counting each result once."""
+
+from __future__ import annotations
+
+import stat
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_tiered_kv.channel import SchedulerEndpoint, WorkerEndpoint
+from vllm_tiered_kv.protocol import (
+    Direction,
+    JobResult,
+    JobStatus,
+    WorkerReport,
+    decode_report,
+    encode_report,
+)
+from vllm_tiered_kv.scheduler.index import Node
+from vllm_tiered_kv.scheduler.jobs import ActiveLoad, ActiveStore, JobLedger
+
+results = st.builds(
+    JobResult,
+    st.integers(0, 1 << 40),
+    st.sampled_from(Direction),
+    st.sampled_from(JobStatus),
+    st.lists(st.integers(0, 1000), max_size=4).map(tuple),
+    st.integers(0, 1 << 40),
+    st.floats(0, 1e6),
+)
+
+
+@given(st.builds(WorkerReport, st.integers(0, 7), st.lists(results, max_size=5).map(tuple)))
+def test_a_report_survives_its_encoding(report: WorkerReport) -> None:
+    assert decode_report(encode_report(report)) == report
+
+
+@given(st.binary(max_size=64))
+def test_anything_else_is_refused(data: bytes) -> None:
+    try:
+        report = decode_report(data)
+    except msgspec.DecodeError:
+        return
+    assert isinstance(report, WorkerReport)  # some bytes happen to be one
+
+
+def receive(endpoint: SchedulerEndpoint, count: int) -> list[WorkerReport]:
+    got: list[WorkerReport] = []
+    deadline = time.monotonic() + 10
+    while len(got) < count and time.monotonic() < deadline:
+        got += endpoint.drain()
+    return got
+
+
+def test_reports_arrive_and_garbage_is_counted() -> None:
+    endpoint = SchedulerEndpoint()
+    folder = Path(endpoint.address.removeprefix("ipc://")).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    worker = WorkerEndpoint(endpoint.address)
+    report = WorkerReport(1, (JobResult(5, Direction.STORE, JobStatus.DONE),))
+    try:
+        assert endpoint.drain() == []
+        with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+            stranger.connect(endpoint.address)
+            stranger.send(b"\xc1 not a report")
+            assert worker.send(report)
+            assert receive(endpoint, 1) == [report]
+            deadline = time.monotonic() + 10
+            while not endpoint.malformed and time.monotonic() < deadline:
+                endpoint.drain()
+        assert endpoint.malformed == 1
+    finally:
+        worker.close()
+        endpoint.close()
+    assert not folder.exists()
+    assert worker.send(report) is False
+
+
+def test_a_worker_without_a_scheduler_never_waits() -> None:
+    worker = WorkerEndpoint("ipc:///nonexistent/place")
+    report = WorkerReport(0)
+    sent = [worker.send(report) for _ in range(2000)]
+    assert not all(sent)
+    worker.close()
+    worker.close()
+
+
+def store_result(job: int, status: JobStatus = JobStatus.DONE) -> JobResult:
+    return JobResult(job, Direction.STORE, status, nbytes=5, seconds=1.0)
+
+
+def test_a_store_ends_when_every_rank_has_reported_it_once() -> None:
+    ledger = JobLedger(2)
+    job = ledger.add_store(ActiveStore(Node(b"", None, [0], 0), (3, 4)))
+    assert set(ledger.readers(3)) == {job}
+    assert ledger.store_result(0, store_result(job)) is None
+    assert ledger.store_result(0, store_result(job)) is None  # again, by the other way
+    ended = ledger.store_result(1, store_result(job, JobStatus.DROPPED))
+    assert ended.status is JobStatus.DROPPED
+    assert ended.nbytes == 10
+    assert ended.seconds == 1.0
+    assert set(ledger.readers(3)) == set()
+    assert ledger.store_result(1, store_result(job)) is None
+    assert ledger.store_result(0, store_result(99)) is None
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_the_worst_rank_decides(order: list[int]) -> None:
+    ledger = JobLedger(2)
+    load = ActiveLoad("r", (), (), (), 0)
+    job = ledger.add_load(load)
+    bad = JobResult(job, Direction.LOAD, JobStatus.FAILED)
+    good = JobResult(job, Direction.LOAD, JobStatus.DONE)
+    reports = [bad, good]
+    for rank in order:
+        ended = ledger.load_result(rank, reports[rank])
+    assert ended.status is JobStatus.FAILED

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options: what is accepted, and what each refusal says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_tiered_kv import config
+from vllm_tiered_kv.config import ConfigError, Size, check_capacity, format_size, parse_options
+from vllm_tiered_kv.params import DEFAULT, ParamsError, RequestParams, parse_params
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("32GiB", 32 << 30),
+        ("500GB", 500 * 10**9),
+        (" 1.5 MiB ", 3 << 19),
+        ("7kb", 7000),
+        ("12", 12),
+        ("12B", 12),
+        (4096, 4096),
+    ],
+)
+def test_sizes(text: object, nbytes: int) -> None:
+    assert parse_options({"cpu": {"capacity": text}}).cpu.capacity == nbytes
+
+
+@pytest.mark.parametrize(
+    "value", ["", "GiB", "1 QiB", "-1GiB", "0", 0, -5, 1.5, True, None, [], "1e9", "9" * 400 + "GB"]
+)
+def test_a_size_that_is_none_names_key_and_value(value: object) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_options({"cpu": {"capacity": value}})
+    assert "cpu.capacity" in str(error.value)
+    assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "parts"),
+    [
+        ({"cpu": {"capcity": "1GiB"}}, ["cpu.capcity", "'1GiB'", "'cpu.capacity'"]),
+        ({"cpus": {"capacity": "1GiB"}}, ["cpus", "'cpu'"]),
+        ({"cpu": {"capacity": 1}, "load_dedline": 3}, ["load_dedline", "3", "'load_deadline'"]),
+        ({"cpu": "1GiB"}, ["cpu", "'1GiB'", "object"]),
+        ({"cpu": {}}, ["cpu.capacity", "required"]),
+        ({}, ["no tier", "cpu"]),
+        ({"cpu": {"capacity": 1}, "store_generated": "yes"}, ["store_generated", "'yes'"]),
+        ({"cpu": {"capacity": 1}, "chunk_tokens": -16}, ["chunk_tokens", "-16"]),
+        ({"cpu": {"capacity": 1}, "load_deadline": 0}, ["load_deadline", "0"]),
+        ({"cpu": {"capacity": 1}, "load_deadline": "fast"}, ["load_deadline", "'fast'"]),
+    ],
+)
+def test_each_mistake_is_one_error_that_names_it(raw: dict, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_options(raw)
+    for part in parts:
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@given(st.integers(1, 1 << 59))
+def test_a_byte_count_is_itself(nbytes: int) -> None:
+    assert Size.parse(nbytes) == Size.parse(str(nbytes)) == nbytes
+
+
+def test_capacity_is_checked_against_a_chunk_and_against_the_machine() -> None:
+    check_capacity("cpu.capacity", 100, floor=100, limit=100)
+    with pytest.raises(ConfigError, match=r"cpu\.capacity: 99 B .*100 B"):
+        check_capacity("cpu.capacity", 99, floor=100, limit=1000)
+    with pytest.raises(ConfigError, match=r"cpu\.capacity: 2 KiB .*1 KiB"):
+        check_capacity("cpu.capacity", 2048, floor=1, limit=1024)
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text("1048576\n")
+    unlimited = tmp_path / "max"
+    unlimited.write_text("max\n")
+    monkeypatch.setattr(
+        config, "_cgroup_limit_files", lambda: [tmp_path / "absent", unlimited, limit]
+    )
+    assert config.memory_limit() == 1048576
+
+
+def test_format_size() -> None:
+    assert [format_size(n) for n in (1, 1024, 3 << 19, 1 << 40)] == [
+        "1 B",
+        "1 KiB",
+        "1.50 MiB",
+        "1 TiB",
+    ]
+
+
+def test_request_params() -> None:
+    assert parse_params(None) == DEFAULT
+    assert parse_params({"do_remote_prefill": True}) == DEFAULT
+    assert parse_params({"tiered_kv": {"store": False}}) == RequestParams(store=False)
+
+
+@pytest.mark.parametrize("bad", [{"stor": False}, {"store": "no"}, 3, "x", None, [1]])
+def test_bad_request_params_name_our_part_only(bad: object) -> None:
+    with pytest.raises(ParamsError, match="tiered_kv"):
+        parse_params({"tiered_kv": bad, "other": object()})

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes: every job ends once, and ends as it should."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from vllm_tiered_kv.protocol import BlockCopy, Direction, JobResult, JobStatus
+from vllm_tiered_kv.worker.mover import PIECE_BYTES, CopyJob, Lane
+
+COPY = BlockCopy(0, 0, 0, (1,))
+
+
+class Bench:
+    """A lane with a copy function that can be held and made to fail."""
+
+    def __init__(self, threads: int = 1) -> None:
+        self.results: list[JobResult] = []
+        self.ended = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
+        self.go = threading.Event()
+        self.go.set()
+        self.fail_slots: set[int] = set()
+        self.copied: list[int] = []
+        self.now = 0.0
+        self.lane = Lane(Direction.LOAD, self._copy, self._end, threads, clock=lambda: self.now)
+
+    def _copy(self, direction: Direction, copies: Sequence[BlockCopy], after: object) -> int:
+        self.entered.release()
+        assert self.go.wait(10)
+        if any(c.slot in self.fail_slots for c in copies):
+            raise OSError("no")
+        self.copied.extend(c.slot for c in copies)
+        return 10 * len(copies)
+
+    def _end(self, result: JobResult) -> None:
+        self.results.append(result)
+        self.ended.release()
+
+    def job(self, number: int, slots: Sequence[int] = (0,), size: int = 1, give_up: float = 99.0):
+        copies = [BlockCopy(0, slot, 0, (1,)) for slot in slots]
+        return CopyJob(number, copies, [size] * len(copies), None, give_up)
+
+    def wait(self, count: int = 1) -> list[JobResult]:
+        for _ in range(count):
+            assert self.ended.acquire(timeout=10)
+        return self.results
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def bench(request: pytest.FixtureRequest):
+    bench = Bench(request.param)
+    yield bench
+    bench.go.set()
+    assert bench.lane.close(10)
+
+
+def test_a_job_ends_once_when_its_last_piece_is_copied(bench: Bench) -> None:
+    bench.lane.submit([bench.job(1, range(5), size=PIECE_BYTES)])
+    (result,) = bench.wait()
+    assert result.status is JobStatus.DONE
+    assert result.nbytes == 50
+    assert sorted(bench.copied) == [0, 1, 2, 3, 4]
+    assert bench.lane.in_flight == 0
+
+
+def test_small_copies_share_a_piece(bench: Bench) -> None:
+    bench.lane.submit([bench.job(1, range(20), size=PIECE_BYTES // 10)])
+    bench.wait()
+    calls = 0
+    while bench.entered.acquire(blocking=False):
+        calls += 1
+    assert calls == 2
+
+
+def test_a_failed_piece_fails_the_job_and_names_its_copies(bench: Bench) -> None:
+    bench.fail_slots = {1}
+    bench.lane.submit([bench.job(1, [0, 1, 2], size=PIECE_BYTES), bench.job(2, [7])])
+    results = {r.job: r for r in bench.wait(2)}
+    assert results[1].status is JobStatus.FAILED
+    assert 1 in results[1].failed
+    assert results[2].status is JobStatus.DONE
+
+
+def test_a_job_called_off_before_its_copy_begins_copies_nothing(bench: Bench) -> None:
+    bench.go.clear()
+    bench.lane.submit([bench.job(1), bench.job(2)])
+    assert bench.entered.acquire(timeout=10)
+    bench.lane.submit([bench.job(3, [33])])
+    bench.lane.call_off([3], JobStatus.DROPPED)
+    bench.go.set()
+    results = {r.job: r for r in bench.wait(3)}
+    assert results[3].status is JobStatus.DROPPED
+    assert 33 not in bench.copied
+
+
+def test_a_job_called_off_while_it_is_copied_ends_after_the_copy_and_is_not_trusted(
+    bench: Bench,
+) -> None:
+    bench.go.clear()
+    bench.lane.submit([bench.job(1)])
+    assert bench.entered.acquire(timeout=10)
+    bench.lane.call_off([1], JobStatus.DROPPED)
+    assert bench.results == []  # it still reads and writes
+    bench.go.set()
+    (result,) = bench.wait()
+    assert result.status is JobStatus.DROPPED
+
+
+def test_a_job_that_waited_too_long_is_given_up(bench: Bench) -> None:
+    bench.now = 5.0
+    bench.lane.submit([bench.job(1, give_up=4.0), bench.job(2, give_up=6.0)])
+    results = {r.job: r.status for r in bench.wait(2)}
+    assert results == {1: JobStatus.DROPPED, 2: JobStatus.DONE}
+
+
+def test_calling_off_what_has_ended_does_nothing(bench: Bench) -> None:
+    bench.lane.submit([bench.job(1)])
+    bench.wait()
+    bench.lane.call_off([1, 77], JobStatus.FAILED)
+    assert [r.status for r in bench.results] == [JobStatus.DONE]
+
+
+def test_closing_ends_every_job_and_takes_no_more() -> None:
+    bench = Bench()
+    bench.go.clear()
+    bench.lane.submit([bench.job(1), bench.job(2)])
+    assert bench.entered.acquire(timeout=10)
+    threading.Timer(0.05, bench.go.set).start()
+    assert bench.lane.close(10)
+    bench.lane.submit([bench.job(3)])
+    results = {r.job: r.status for r in bench.wait(3)}
+    assert set(results.values()) == {JobStatus.DROPPED}
+    assert set(results) == {1, 2, 3}
+
+
+def test_a_copy_that_hangs_is_told() -> None:
+    bench = Bench()
+    bench.go.clear()
+    bench.lane.submit([bench.job(1)])
+    assert bench.entered.acquire(timeout=10)
+    assert bench.lane.close(0.01) is False
+    bench.go.set()
+    bench.wait()

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds each half from vLLM's configuration, and says at start what it built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import zmq
+
+from vllm_tiered_kv import compat
+from vllm_tiered_kv.channel import SchedulerEndpoint
+from vllm_tiered_kv.config import (
+    Options,
+    check_capacity,
+    format_size,
+    memory_limit,
+    parse_options,
+)
+from vllm_tiered_kv.geometry import Geometry, GroupGeometry, describe, plan_geometry
+from vllm_tiered_kv.scheduler.core import SchedulerSettings
+from vllm_tiered_kv.scheduler.half import SchedulerHalf
+from vllm_tiered_kv.worker.half import WorkerHalf
+
+if TYPE_CHECKING:
+    from vllm_tiered_kv.compat import KVCacheConfig, VllmConfig
+
+logger = compat.init_logger("vllm_tiered_kv")
+
+
+def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerHalf:
+    """The scheduler half.
+
+    Raises:
+        ConfigError: options that cannot be used.
+        UnsupportedModel: a model that cannot be served.
+    """
+    options = _options(vllm_config)
+    _warn_about_policy(vllm_config)
+    geometry = _geometry(vllm_config, kv_cache_config, options)
+    ranks = compat.world_size(vllm_config)
+    num_slots = _num_slots(options, geometry, ranks)
+    settings = SchedulerSettings(
+        geometry,
+        num_slots,
+        ranks,
+        load_deadline=options.load_deadline,
+        store_generated=options.store_generated,
+        shares_device_prefixes=compat.has_prefix_caching(vllm_config),
+    )
+    logger.info(
+        "tiered-kv: tiers: cpu %s (%d slots, %d rank(s)); chunk: %s",
+        format_size(num_slots * geometry.slot_bytes * ranks),
+        num_slots,
+        ranks,
+        describe(geometry),
+    )
+    return SchedulerHalf(settings, _endpoint())
+
+
+def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerHalf:
+    """The worker half of this rank.
+
+    Raises:
+        ConfigError: options that cannot be used.
+        UnsupportedModel: a model that cannot be served.
+    """
+    geometry = _geometry(vllm_config, kv_cache_config, _options(vllm_config))
+    groups = kv_cache_config.kv_cache_groups
+    return WorkerHalf(
+        compat.worker_rank(vllm_config),
+        [tuple(group.layer_names) for group in groups],
+        kv_cache_config.num_blocks,
+        [group.block_tokens for group in geometry.groups],
+        report_blocks=len(groups) == 1,
+    )
+
+
+def _options(vllm_config: VllmConfig) -> Options:
+    return parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+
+
+def _geometry(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
+) -> Geometry:
+    compat.check_supported(vllm_config, kv_cache_config)
+    scheduler_tokens, hash_tokens = compat.block_sizes(vllm_config, kv_cache_config)
+    groups = []
+    for i, group in enumerate(kv_cache_config.kv_cache_groups):
+        kind, tokens, window = compat.describe_group(
+            group.kv_cache_spec, compat.context_parallel_size(vllm_config)
+        )
+        nbytes = compat.bytes_per_block(kv_cache_config, i)
+        groups.append(GroupGeometry(kind, tokens, nbytes, window))
+    return plan_geometry(
+        groups,
+        scheduler_tokens=scheduler_tokens,
+        hash_tokens=hash_tokens,
+        chunk_tokens=options.chunk_tokens,
+    )
+
+
+def _num_slots(options: Options, geometry: Geometry, ranks: int) -> int:
+    """Slots on each rank; a chunk takes one a KV cache group."""
+    slot = geometry.slot_bytes * ranks
+    check_capacity(
+        "cpu.capacity",
+        options.cpu.capacity,
+        floor=slot * len(geometry.groups),
+        limit=memory_limit(),
+    )
+    return int(options.cpu.capacity) // slot
+
+
+def _endpoint() -> SchedulerEndpoint | None:
+    try:
+        return SchedulerEndpoint()
+    except (OSError, zmq.ZMQError) as error:
+        logger.warning(
+            "tiered-kv: no side channel (%s): stores that end while the engine is idle are "
+            "known one step later",
+            error,
+        )
+        return None
+
+
+def _warn_about_policy(vllm_config: VllmConfig) -> None:
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        logger.warning(
+            'tiered-kv: kv_load_failure_policy is "%s": a chunk that fails to load will FAIL '
+            "the user's request instead of being recomputed. Set "
+            '"kv_load_failure_policy": "recompute" in --kv-transfer-config.',
+            policy,
+        )

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The side channel: what ranks report between steps reaches the scheduler half.
+
+Nothing wakes an idle engine, so a store that ends after the last step would be known only
+after the next request's look-up. The ranks therefore push their reports over a local
+ZeroMQ socket as well, and the scheduler half drains it at the start of its hooks. The
+socket lies in a folder that only this user can enter; who can write to it is trusted as
+this process is.
+
+Losing the channel loses nothing but promptness: every report also travels with vLLM's
+worker metadata, and results count once however often they come.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from vllm_tiered_kv.protocol import WorkerReport, decode_report, encode_report
+
+_QUEUE = 1024  # messages
+_MAX_MESSAGE = 1 << 20  # bytes
+
+
+class SchedulerEndpoint:
+    """The receiving end. Scheduler thread only."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="vllm-tiered-kv-"))  # mode 0700
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, _QUEUE)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.address = f"ipc://{self._folder / 'reports'}"
+        try:
+            self._socket.bind(self.address)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.malformed = 0
+        """Messages that were not reports."""
+
+    def drain(self, limit: int = 64) -> list[WorkerReport]:
+        """What has arrived, without waiting; at most ``limit`` reports."""
+        reports: list[WorkerReport] = []
+        for _ in range(limit):
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:  # nothing there, or closed
+                break
+            try:
+                reports.append(decode_report(data))
+            except msgspec.DecodeError:
+                self.malformed += 1
+        return reports
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class WorkerEndpoint:
+    """The sending end of one rank; any thread. Never waits, never raises."""
+
+    def __init__(self, address: str) -> None:
+        self._lock = threading.Lock()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._closed = False
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError:
+            self.close()
+
+    def send(self, report: WorkerReport) -> bool:
+        """Whether the report is on its way; if not, worker metadata still carries it."""
+        with self._lock:
+            if self._closed:
+                return False
+            try:
+                self._socket.send(encode_report(report), zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return False
+            return True
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._socket.close(linger=0)
+            self._context.term()

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of ``kv_connector_extra_config``, parsed and checked once, at start.
+
+Every mistake is one :class:`ConfigError` whose message names the key, the value and, for a
+key that does not exist, the nearest one that does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGTP")},
+    **{f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGTP")},
+}
+_UNITS_BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
+_SIZE = re.compile(r"^\s*(\d{1,24}(?:\.\d{1,24})?)\s*([A-Za-z]*)\s*$")
+_MAX_SIZE = 1 << 60
+
+
+class ConfigError(ValueError):
+    """An option that cannot be used; the message is meant for the person who wrote it."""
+
+
+class Size(int):
+    """A number of bytes, written as ``"32GiB"``, ``"500GB"`` or a plain byte count."""
+
+    @classmethod
+    def parse(cls, value: object) -> Size:
+        """Read one size.
+
+        Raises:
+            ValueError: it is neither a whole byte count nor a number with a known unit.
+        """
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError('expected a size like "32GiB", "500GB" or a byte count')
+        if isinstance(value, int):
+            size = value
+        else:
+            match = _SIZE.match(value)
+            if match is None:
+                raise ValueError('expected a size like "32GiB", "500GB" or a byte count')
+            unit = match[2].lower()
+            if unit not in _UNITS_BY_LOWER:
+                raise ValueError(f"unknown unit {match[2]!r}: use B, KB..PB or KiB..PiB")
+            factor = _UNITS_BY_LOWER[unit]
+            size = int(match[1]) * factor if match[1].isdigit() else int(float(match[1]) * factor)
+        if size <= 0:
+            raise ValueError("a size must be positive")
+        if size > _MAX_SIZE:
+            raise ValueError(f"a size must be below {format_size(_MAX_SIZE)}")
+        return cls(size)
+
+
+def format_size(size: int) -> str:
+    """``1572864`` -> ``"1.5 MiB"``."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 1024 or unit == "PiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if value == int(value) else f"{value:.2f} {unit}"
+
+
+class CpuOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The CPU tier."""
+
+    capacity: Size
+    """Host memory for this engine's chunks, divided over its ranks."""
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of ``kv_connector_extra_config``."""
+
+    cpu: CpuOptions
+    store_generated: bool = True
+    """Also store chunks that hold generated tokens, not only prompt tokens."""
+    chunk_tokens: int | None = None
+    """Tokens a chunk; a multiple of the scheduler's block size. None: chosen by bytes."""
+    load_deadline: float = 10.0
+    """Seconds after which a load that has not begun to copy is given up and recomputed."""
+
+
+def parse_options(raw: Mapping[str, Any]) -> Options:
+    """Check and convert ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: naming the key, the value and the nearest valid key.
+    """
+    _refuse_unknown_keys(raw, Options, "")
+    if "cpu" not in raw:
+        raise ConfigError(
+            "kv_connector_extra_config: no tier is configured; give at least "
+            '{"cpu": {"capacity": "32GiB"}}'
+        )
+    try:
+        options = msgspec.convert(dict(raw), Options, dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(error, raw)) from None
+    if options.chunk_tokens is not None and options.chunk_tokens <= 0:
+        raise ConfigError(f"chunk_tokens: {options.chunk_tokens!r} must be positive")
+    if not 0 < options.load_deadline <= 3600:
+        raise ConfigError(
+            f"load_deadline: {options.load_deadline!r} must be above 0 and at most 3600 seconds"
+        )
+    return options
+
+
+def _decode(kind: type, value: object) -> object:
+    if kind is Size:
+        return Size.parse(value)
+    raise NotImplementedError(f"no decoder for {kind}")
+
+
+def _refuse_unknown_keys(raw: object, kind: type, path: str) -> None:
+    if not isinstance(raw, Mapping):
+        where = path or "kv_connector_extra_config"
+        raise ConfigError(f"{where}: expected an object, got {raw!r}")
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in raw.items():
+        name = f"{path}.{key}" if path else str(key)
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"{name}: unknown key (value {value!r}); the nearest valid key is "
+                f"{(path + '.' if path else '') + near[0]!r}"
+                if near
+                else f"{name}: unknown key (value {value!r})"
+            )
+        nested = fields[key]
+        if isinstance(nested, type) and issubclass(nested, msgspec.Struct):
+            _refuse_unknown_keys(value, nested, name)
+
+
+def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
+    """Put the offending key and value before msgspec's reason."""
+    text = str(error)
+    reason, _, where = text.partition(" - at `$")
+    path = where.strip("`.") if where else ""
+    value: Any = raw
+    for part in path.split(".") if path else ():
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if missing := re.search(r"missing required field `(\w+)`", reason):
+        return f"{f'{path}.' if path else ''}{missing[1]}: required, but not given"
+    return f"{path or 'kv_connector_extra_config'}: {value!r} is not valid: {reason}"
+
+
+def memory_limit() -> int:
+    """Bytes this process may use: the machine's memory or the container's limit, the smaller."""
+    limits = [_meminfo_total()]
+    limits += [limit for path in _cgroup_limit_files() if (limit := _read_limit(path)) is not None]
+    return min(limits)
+
+
+def check_capacity(key: str, capacity: int, *, floor: int, limit: int) -> None:
+    """Refuse a capacity which cannot hold one chunk, or which the machine does not have.
+
+    Raises:
+        ConfigError: ``capacity`` is below ``floor`` or above ``limit`` (bytes).
+    """
+    if capacity < floor:
+        raise ConfigError(
+            f"{key}: {format_size(capacity)} cannot hold one chunk over all ranks "
+            f"({format_size(floor)}); give at least that"
+        )
+    if capacity > limit:
+        raise ConfigError(
+            f"{key}: {format_size(capacity)} is more than this machine or container has "
+            f"({format_size(limit)})"
+        )
+
+
+def _meminfo_total() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemTotal:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return _MAX_SIZE
+
+
+def _cgroup_limit_files() -> list[Path]:
+    """The limit files of this process's control groups and of their parents (v2, then v1)."""
+    files = [Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return files
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = Path("/sys/fs/cgroup") if not controllers else Path("/sys/fs/cgroup/memory")
+        name = "memory.max" if not controllers else "memory.limit_in_bytes"
+        folder = root / path.lstrip("/")
+        while True:
+            files.append(folder / name)
+            if folder == root or root not in folder.parents:
+                break
+            folder = folder.parent
+    return files
+
+
+def _read_limit(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent, or "max"
+        return None

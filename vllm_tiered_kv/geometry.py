@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a prompt is cut into chunks: pure arithmetic, the same in both halves."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import msgspec
+
+from vllm_tiered_kv.config import ConfigError, format_size
+
+TARGET_CHUNK_BYTES = 1 << 20
+"""A chunk grows block by block until one rank's bytes reach this."""
+MAX_CHUNK_TOKENS = 128
+"""... or until it holds this many tokens: the tail of a prefix below a chunk is not kept."""
+SLOT_ALIGNMENT = 4096
+
+
+class GroupKind(enum.Enum):
+    """Which blocks of a prefix a KV cache group needs to go on from there."""
+
+    FULL = "full"  # all of them
+    WINDOW = "window"  # those its sliding window still sees
+
+
+class GroupGeometry(msgspec.Struct, frozen=True):
+    """One KV cache group."""
+
+    kind: GroupKind
+    block_tokens: int
+    block_bytes: int
+    """Bytes of one block over all the group's layers on one rank."""
+    window: int = 0
+    """Tokens of the sliding window, the current one included; 0 without a window."""
+
+    def first_needed_token(self, position: int) -> int:
+        """The first earlier token that is still read when ``position`` is computed next."""
+        if self.kind is GroupKind.FULL:
+            return 0
+        return max(0, position - self.window + 1)
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """The cut: every group's chunk covers the same ``chunk_tokens`` tokens."""
+
+    chunk_tokens: int
+    hash_tokens: int
+    """Tokens a block hash covers."""
+    groups: tuple[GroupGeometry, ...]
+
+    @property
+    def hashes_per_chunk(self) -> int:
+        return self.chunk_tokens // self.hash_tokens
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot on one rank: a chunk of the largest group, aligned."""
+        largest = max(self.blocks_per_chunk(g) * self.groups[g].block_bytes for g in self.group_ids)
+        return self.align_slot(largest)
+
+    @staticmethod
+    def align_slot(nbytes: int) -> int:
+        return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    @property
+    def has_windows(self) -> bool:
+        return any(group.kind is GroupKind.WINDOW for group in self.groups)
+
+    @property
+    def group_ids(self) -> range:
+        return range(len(self.groups))
+
+    def blocks_per_chunk(self, group: int) -> int:
+        return self.chunk_tokens // self.groups[group].block_tokens
+
+
+def plan_geometry(
+    groups: Sequence[GroupGeometry],
+    *,
+    scheduler_tokens: int,
+    hash_tokens: int,
+    chunk_tokens: int | None,
+) -> Geometry:
+    """Choose the chunk: whole scheduler blocks, about a mebibyte on one rank.
+
+    Args:
+        groups: the KV cache groups in vLLM's order.
+        scheduler_tokens: the scheduler's block size; hits end on its multiples.
+        hash_tokens: tokens a block hash covers.
+        chunk_tokens: the user's choice, or None.
+
+    Raises:
+        ConfigError: ``chunk_tokens`` is not a multiple of ``scheduler_tokens``.
+    """
+    if chunk_tokens is not None:
+        if chunk_tokens % scheduler_tokens:
+            raise ConfigError(
+                f"chunk_tokens: {chunk_tokens} is not a multiple of this model's block size, "
+                f"{scheduler_tokens} tokens"
+            )
+        return Geometry(chunk_tokens, hash_tokens, tuple(groups))
+    step = max(g.block_bytes * (scheduler_tokens // g.block_tokens) for g in groups)
+    by_bytes = max(1, -(-TARGET_CHUNK_BYTES // max(1, step)))
+    by_tokens = max(1, MAX_CHUNK_TOKENS // scheduler_tokens)
+    return Geometry(scheduler_tokens * min(by_bytes, by_tokens), hash_tokens, tuple(groups))
+
+
+def describe(geometry: Geometry) -> str:
+    """``"128 tokens, 1 MiB a rank"``."""
+    return f"{geometry.chunk_tokens} tokens, {format_size(geometry.slot_bytes)} a rank"

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long our hooks hold the engine's threads, measured where it is asked for."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from vllm_tiered_kv import metrics
+
+VARIABLE = "VLLM_TIERED_KV_PROFILE"
+"""Environment variable; ``1`` feeds ``vllm:tiered_kv_hook_seconds_total``."""
+
+T = TypeVar("T")
+
+
+class _Timed:
+    """Stands before a half and times every call of its methods."""
+
+    def __init__(self, target: object, half: str, count: Callable[[str, float], None]) -> None:
+        self._target = target
+        self._half = half
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._target, name)
+        if not callable(value):
+            return value
+        key = metrics.HOOK_SECONDS.key(self._half, name)
+
+        @functools.wraps(value)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return value(*args, **kwargs)
+            finally:
+                self._count(key, time.perf_counter() - start)
+
+        setattr(self, name, timed)  # found directly from now on
+        return timed
+
+
+def timed(target: T, half: str, count: Callable[[str, float], None]) -> T:
+    """``target`` itself, or a stand-in that times it if :data:`VARIABLE` is set."""
+    if os.environ.get(VARIABLE) != "1":
+        return target
+    return cast(T, _Timed(target, half, count))

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two halves say to each other.
+
+Each step the scheduler half sends one :class:`StepPlan` to every rank; each rank answers
+with :class:`WorkerReport` objects, through vLLM's worker metadata and through the side
+channel. A result may arrive twice; ``(job, rank)`` makes it count once.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+MAX_RESULTS = 4096
+"""Results in one report; the rest follows in the next."""
+
+
+class Direction(enum.Enum):
+    STORE = "store"  # device pages -> slots
+    LOAD = "load"  # slots -> device pages
+
+
+class JobStatus(enum.Enum):
+    DONE = "done"
+    FAILED = "failed"  # an error; the chunk's bytes are not to be trusted
+    DROPPED = "dropped"  # given up before the copy began: fence, cancel, deadline, shutdown
+
+
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Some consecutive blocks of one chunk in one group, and where they lie in a slot."""
+
+    group: int
+    slot: int
+    first: int
+    """Index within the chunk of the first block."""
+    blocks: tuple[int, ...]
+    """Device block ids."""
+
+
+class StoreJob(msgspec.Struct, frozen=True, array_like=True):
+    """Copy one chunk out of the device after this step's forward pass."""
+
+    job: int
+    copies: tuple[BlockCopy, ...]
+
+
+class LoadJob(msgspec.Struct, frozen=True, array_like=True):
+    """Copy chunks into a waiting request's device blocks."""
+
+    job: int
+    request_id: str
+    copies: tuple[BlockCopy, ...]
+    deadline: float
+    """Seconds this may wait before its first copy."""
+
+
+class Setup(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank must know before its first job; the same in every plan."""
+
+    endpoint: str
+    """Side channel address of the scheduler half; empty: none."""
+    num_slots: int
+    chunk_tokens: int
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """New work of one scheduler step."""
+
+    setup: Setup
+    loads: tuple[LoadJob, ...] = ()
+    stores: tuple[StoreJob, ...] = ()
+    fences: tuple[int, ...] = ()
+    """Store jobs whose device blocks are about to be overwritten."""
+    cancels: tuple[int, ...] = ()
+    """Load jobs that must end as failed, whatever they have copied."""
+    refail: tuple[str, ...] = ()
+    """Requests whose success was held back: report them again, as failed."""
+
+
+class JobResult(msgspec.Struct, frozen=True, array_like=True):
+    """How one job ended on one rank."""
+
+    job: int
+    direction: Direction
+    status: JobStatus
+    failed: tuple[int, ...] = ()
+    """For a failed load: indices into ``LoadJob.copies`` that did not arrive."""
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
+    """What happened on one rank since its last report."""
+
+    rank: int
+    results: tuple[JobResult, ...] = ()
+    counters: tuple[tuple[str, float], ...] = ()
+    """Increments of this rank's own counters, by the keys of ``metrics``."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(WorkerReport)
+
+
+def encode_report(report: WorkerReport) -> bytes:
+    return _encoder.encode(report)
+
+
+def decode_report(data: bytes) -> WorkerReport:
+    """Read a report.
+
+    Raises:
+        msgspec.DecodeError: it is not one.
+    """
+    return _decoder.decode(data)

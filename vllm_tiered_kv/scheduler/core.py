@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler half's parts share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from vllm_tiered_kv import compat, metrics
+from vllm_tiered_kv.geometry import Geometry
+from vllm_tiered_kv.log import OncePerKind
+from vllm_tiered_kv.scheduler.index import ChunkIndex
+from vllm_tiered_kv.scheduler.jobs import JobLedger
+
+logger = compat.init_logger("vllm_tiered_kv.scheduler")
+
+TIER = "cpu"
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True):
+    """What the scheduler half is built from; all of it known at start."""
+
+    geometry: Geometry
+    num_slots: int
+    """Slots on each rank."""
+    world_size: int
+    load_deadline: float
+    """Seconds a load may wait before its first copy, or for another request's load."""
+    store_generated: bool
+    shares_device_prefixes: bool
+    """vLLM's own prefix caching is on: what one request loads, others find."""
+
+
+class Core:
+    """Index, jobs, counters and epoch. Scheduler thread only."""
+
+    def __init__(
+        self, settings: SchedulerSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.settings = settings
+        self.geometry = settings.geometry
+        self.index = ChunkIndex(settings.num_slots, len(settings.geometry.groups))
+        self.ledger = JobLedger(settings.world_size)
+        self.tally = metrics.Tally()
+        self.clock = clock
+        self.epoch = 0
+        """Counts connector resets; what is older than the last is never offered."""
+        self.null_block = 0
+        self._trouble = OncePerKind(logger)
+
+    def fail(self, kind: str, message: str) -> None:
+        """Count a failure and say it once."""
+        self.tally.add(metrics.FAILURES.key(kind))
+        self._trouble.warn(kind, message)
+
+    def count_chunks(self, event: str, count: int = 1) -> None:
+        self.tally.add(metrics.CHUNKS.key(event, TIER), count)
+
+    def count_copy(self, direction: str, nbytes: int, seconds: float) -> None:
+        self.tally.add(metrics.BYTES.key(direction, TIER), nbytes)
+        self.tally.add(metrics.SECONDS.key(direction, TIER), seconds)

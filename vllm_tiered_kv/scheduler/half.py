@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half of the connector: vLLM's hooks, in the order it calls them.
+
+Everything runs on vLLM's scheduler thread and returns at once. What a hook decides waits
+until :meth:`SchedulerHalf.build_plan` sends it to the ranks with the next step.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv import compat, metrics
+from vllm_tiered_kv.channel import SchedulerEndpoint
+from vllm_tiered_kv.params import DEFAULT, ParamsError, parse_params
+from vllm_tiered_kv.protocol import Direction, Setup, StepPlan, WorkerReport
+from vllm_tiered_kv.scheduler.core import TIER, Core, SchedulerSettings
+from vllm_tiered_kv.scheduler.loads import LoadPlanner
+from vllm_tiered_kv.scheduler.requests import RequestState
+from vllm_tiered_kv.scheduler.stores import StorePlanner
+
+if TYPE_CHECKING:
+    from vllm_tiered_kv.compat import (
+        BlockPool,
+        KVCacheBlocks,
+        KVConnectorOutput,
+        Request,
+        SchedulerOutput,
+    )
+
+
+class SchedulerHalf:
+    """Plans stores and loads.
+
+    Args:
+        settings: the parsed configuration and the model's cut.
+        endpoint: the side channel, or None where there is none.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        endpoint: SchedulerEndpoint | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.core = Core(settings, clock)
+        self.loads = LoadPlanner(self.core)
+        self.stores = StorePlanner(self.core)
+        self._endpoint = endpoint
+        self._setup = Setup(
+            endpoint.address if endpoint else "",
+            settings.num_slots,
+            settings.geometry.chunk_tokens,
+        )
+        self._requests: dict[str, RequestState] = {}
+        self._gauges: dict[str, float] = {}
+        self._evicted = 0
+        self._malformed = 0
+
+    # -- start and end ----------------------------------------------------------
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        self.core.null_block = compat.null_block_id(pool)
+        self.stores.bind(pool)
+
+    def shutdown(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+
+    # -- look-up and load ---------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._state(request)
+
+    def find(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond ``computed``, and that it is asynchronous.
+
+        None instead of a number: ask again.
+        """
+        self.drain()
+        tokens = self.loads.find(self._state(request), computed)
+        return tokens, bool(tokens)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+        """vLLM admits the request and takes ``tokens`` of what was offered."""
+        self.loads.allocated(self._state(request), blocks, tokens)
+
+    # -- every step -----------------------------------------------------------------
+
+    def build_plan(self, output: SchedulerOutput) -> StepPlan:
+        """What the ranks have to do with this step."""
+        self.drain()
+        requests = self._requests
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = requests.get(request_id)
+            if state is None:
+                continue
+            computed = state.request.num_computed_tokens + scheduled
+            if computed >= state.next_store_at:
+                tables = functools.partial(_block_tables, output, request_id)
+                self.stores.computed(state, computed, tables)
+        loads, stores = self.loads, self.stores
+        plan = StepPlan(
+            self._setup,
+            tuple(loads.jobs),
+            tuple(stores.jobs),
+            tuple(stores.fences),
+            tuple(loads.cancels),
+            tuple(loads.refail),
+        )
+        for sent in (loads.jobs, stores.jobs, stores.fences, loads.cancels, loads.refail):
+            sent.clear()
+        return plan
+
+    def update(self, output: KVConnectorOutput, reports: Sequence[WorkerReport]) -> None:
+        """Take in what the ranks sent with a step's output."""
+        for report in reports:
+            self._apply(report)
+        for request_id in list(output.finished_recving or ()):
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            self.loads.told(state, output)
+            if state.load is None and state.request.is_finished():
+                del self._requests[request_id]
+
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """The request ends; its blocks are freed when this returns."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.load is not None:
+            return  # vLLM keeps the blocks of a load until the ranks have reported it
+        del self._requests[request.request_id]
+        self.stores.finished(state, block_ids)
+
+    def reset(self) -> None:
+        """Forget everything stored; nothing from before is ever offered again."""
+        self.core.epoch += 1
+        self.core.index.clear()
+        self.stores.reset()
+        self.loads.reset()
+
+    def drain(self) -> None:
+        """Take in what the ranks sent between steps; does not wait."""
+        if self._endpoint is None or not self.core.ledger.stores:
+            return
+        for report in self._endpoint.drain():
+            self._apply(report)
+        if self._endpoint.malformed != self._malformed:
+            self._malformed = self._endpoint.malformed
+            self.core.fail("report", "a message on the side channel was not a report")
+
+    def take_stats(self) -> metrics.TieredStats | None:
+        """Counters since the last call and gauges that changed; None when there are none."""
+        core = self.core
+        if core.index.evicted != self._evicted:
+            core.count_chunks("evicted", core.index.evicted - self._evicted)
+            self._evicted = core.index.evicted
+        slot_bytes = core.geometry.slot_bytes * core.settings.world_size
+        gauges = {
+            metrics.CAPACITY.key(TIER): float(core.settings.num_slots * slot_bytes),
+            metrics.USAGE.key(TIER): float(core.index.used_slots * slot_bytes),
+            metrics.IN_FLIGHT.key("load"): float(len(core.ledger.loads)),
+            metrics.IN_FLIGHT.key("store"): float(len(core.ledger.stores)),
+        }
+        if gauges == self._gauges:
+            gauges = {}
+        else:
+            self._gauges = dict(gauges)
+        if not gauges and not core.tally:
+            return None
+        return metrics.TieredStats(data={"counters": core.tally.take(), "gauges": gauges})
+
+    def _apply(self, report: WorkerReport) -> None:
+        core = self.core
+        for key, value in report.counters:
+            core.tally.add(key, value)
+        for result in report.results:
+            if result.direction is Direction.STORE:
+                if (store := core.ledger.store_result(report.rank, result)) is not None:
+                    self.stores.ended(store)
+            elif (load := core.ledger.load_result(report.rank, result)) is not None:
+                self.loads.settled(load)
+
+    def _state(self, request: Request) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is not None:
+            return state
+        params = DEFAULT
+        try:
+            params = parse_params(request.kv_transfer_params)
+        except ParamsError as error:
+            self.core.fail("params", f"ignored: {error}")
+        state = RequestState(request, params)
+        self._requests[request.request_id] = state
+        return state
+
+
+def _block_tables(output: SchedulerOutput, request_id: str) -> Sequence[Sequence[int]]:
+    """The request's block ids by group, as this step has them; empty if unknown."""
+    tables = output.kv_connector_block_state
+    return (tables.get_block_ids(request_id) if tables is not None else None) or ()

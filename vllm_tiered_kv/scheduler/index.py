@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every stored chunk lives: a tree of prefixes with least-recently-used eviction.
+
+A node stands for one chunk of a prefix, all KV cache groups together; its key is the hash
+of the chunk's last block, which vLLM chains over the whole prefix. Only leaves are evicted,
+so a prefix always loses its tail before its head, and only leaves stand in the eviction
+order. Every operation costs the chunks it is given, never the size of the index.
+
+There is one thread here: the scheduler's. No locks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from vllm_tiered_kv.scheduler.slots import SlotAllocator
+
+ABSENT = -1
+"""In ``Node.slots``: this group's part of the chunk is not stored."""
+
+
+class NodeState(enum.Enum):
+    STORING = "storing"  # its slots are being written
+    READY = "ready"  # may be offered
+    GONE = "gone"  # out of the index; slots are freed when the last pin goes
+
+
+class Node:
+    """One chunk. Mutable, owned by the index; others read it and hold it by pins."""
+
+    __slots__ = ("children", "key", "last_used", "parent", "pins", "slots", "state")
+
+    def __init__(self, key: bytes, parent: Node | None, slots: list[int], now: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.slots = slots
+        self.last_used = now
+        self.children = 0
+        self.pins = 0
+        self.state = NodeState.STORING
+
+
+class ChunkIndex:
+    """The index of the CPU tier.
+
+    Args:
+        num_slots: slots of the tier; one holds one group's part of one chunk.
+        num_groups: KV cache groups.
+    """
+
+    def __init__(self, num_slots: int, num_groups: int) -> None:
+        self._slots = SlotAllocator(num_slots)
+        self._num_groups = num_groups
+        self._nodes: dict[bytes, Node] = {}
+        self._leaves: OrderedDict[Node, None] = OrderedDict()  # evictable, oldest first
+        self._pinned: set[Node] = set()
+        self._clock = 0
+        self.evicted = 0
+        """Chunks evicted so far."""
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def used_slots(self) -> int:
+        return self._slots.used
+
+    @property
+    def pinned(self) -> int:
+        """Nodes that are being read or written."""
+        return len(self._pinned)
+
+    def get(self, key: bytes) -> Node | None:
+        return self._nodes.get(key)
+
+    def ready_run(self, keys: Sequence[bytes], start: int) -> list[Node]:
+        """The longest run of READY nodes ``keys[start], keys[start + 1], ...``."""
+        nodes = self._nodes
+        run = []
+        for i in range(start, len(keys)):
+            node = nodes.get(keys[i])
+            if node is None or node.state is not NodeState.READY:
+                break
+            run.append(node)
+        return run
+
+    def touch(self, nodes: Iterable[Node]) -> None:
+        """Make these the most recently used; a prefix is given whole, head first."""
+        self._clock += 1
+        now = self._clock
+        for node in nodes:
+            node.last_used = now
+            if node in self._leaves:
+                self._leaves.move_to_end(node)
+
+    # -- storing ---------------------------------------------------------------
+
+    def reserve(self, key: bytes, parent: Node | None, groups: Sequence[int]) -> Node | None:
+        """Room for a chunk that is not in the index, evicting what was least recently used.
+
+        The node starts STORING and pinned once. ``parent`` is never evicted for its child.
+
+        Args:
+            key: the chunk's key, absent from the index.
+            parent: the node of the chunk before, None for the first chunk of a prefix.
+            groups: the groups whose part will be stored.
+
+        Returns:
+            None if there is no room that may be taken.
+        """
+        if parent is not None:
+            self._hold(parent)
+        taken: list[int] = []
+        while len(taken) < len(groups):
+            slot = self._slots.take()
+            if slot is not None:
+                taken.append(slot)
+            elif not self._evict_one():
+                break
+        if parent is not None:
+            self._release(parent)
+        if len(taken) < len(groups):
+            for slot in taken:
+                self._slots.give_back(slot)
+            return None
+        self._clock += 1
+        slots = [ABSENT] * self._num_groups
+        for group, slot in zip(groups, taken, strict=True):
+            slots[group] = slot
+        node = Node(key, None, slots, self._clock)
+        self._nodes[key] = node
+        self.adopt(node, parent)
+        self.pin(node)
+        return node
+
+    def adopt(self, node: Node, parent: Node | None) -> None:
+        """Tie a node to the chunk before it, if it has lost it or never had it."""
+        if parent is None or parent.state is NodeState.GONE:
+            return
+        if node.parent is not None and node.parent.state is not NodeState.GONE:
+            return
+        node.parent = parent
+        parent.children += 1
+        self._leaves.pop(parent, None)
+
+    def commit(self, node: Node) -> None:
+        """Its slots are written on every rank: it may be offered."""
+        if node.state is NodeState.STORING:
+            node.state = NodeState.READY
+
+    def discard(self, node: Node) -> None:
+        """Forget a chunk at once; its slots are free when nobody reads or writes them."""
+        if node.state is NodeState.GONE:
+            return
+        node.state = NodeState.GONE
+        if self._nodes.get(node.key) is node:
+            del self._nodes[node.key]
+        self._leaves.pop(node, None)
+        self._leave_parent(node)
+        if node.pins == 0:
+            self._free_slots(node)
+
+    # -- pins ------------------------------------------------------------------
+
+    def pin(self, node: Node) -> None:
+        """Keep the node's slots while they are read or written."""
+        if node.pins == 0:
+            self._pinned.add(node)
+        self._hold(node)
+
+    def unpin(self, node: Node) -> None:
+        """Give up one :meth:`pin`."""
+        if node.pins == 1:
+            self._pinned.discard(node)
+        self._release(node)
+
+    def clear(self) -> None:
+        """Forget everything; slots that are read or written follow when their pins go."""
+        for node in self._pinned:
+            node.state = NodeState.GONE
+            node.parent = None
+            node.children = 0
+        held = [slot for node in self._pinned for slot in node.slots if slot != ABSENT]
+        self._slots.reset(held)
+        self._nodes = {}
+        self._leaves = OrderedDict()
+
+    # -- inside ----------------------------------------------------------------
+
+    def _hold(self, node: Node) -> None:
+        node.pins += 1
+        self._leaves.pop(node, None)
+
+    def _release(self, node: Node) -> None:
+        node.pins -= 1
+        if node.pins:
+            return
+        if node.state is NodeState.GONE:
+            self._free_slots(node)
+        elif node.children == 0:
+            self._leaves[node] = None
+
+    def _evict_one(self) -> bool:
+        if not self._leaves:
+            return False
+        node, _ = self._leaves.popitem(last=False)
+        node.state = NodeState.GONE
+        self._nodes.pop(node.key, None)
+        self._leave_parent(node)
+        self._free_slots(node)
+        self.evicted += 1
+        return True
+
+    def _leave_parent(self, node: Node) -> None:
+        parent, node.parent = node.parent, None
+        if parent is None or parent.state is NodeState.GONE:
+            return
+        parent.children -= 1
+        if parent.children or parent.pins:
+            return
+        self._leaves[parent] = None
+        # As old as the child it lost, unless it was used without it since then.
+        if parent.last_used <= node.last_used:
+            self._leaves.move_to_end(parent, last=False)
+
+    def _free_slots(self, node: Node) -> None:
+        for slot in node.slots:
+            if slot != ABSENT:
+                self._slots.give_back(slot)
+        node.slots = [ABSENT] * self._num_groups

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs the ranks are working on, and what their ends mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vllm_tiered_kv.protocol import BlockCopy, JobResult, JobStatus
+from vllm_tiered_kv.scheduler.index import Node
+
+_WORSE = {JobStatus.DONE: 0, JobStatus.DROPPED: 1, JobStatus.FAILED: 2}
+
+
+class _Job:
+    """Counts one result a rank, however often it arrives."""
+
+    __slots__ = ("nbytes", "ranks", "seconds", "status")
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
+        self.status = JobStatus.DONE
+        self.nbytes = 0
+        self.seconds = 0.0
+
+    def _note(self, rank: int, result: JobResult) -> bool:
+        if rank in self.ranks:
+            return False
+        self.ranks.add(rank)
+        self.nbytes += result.nbytes
+        self.seconds = max(self.seconds, result.seconds)
+        if _WORSE[result.status] > _WORSE[self.status]:
+            self.status = result.status
+        return True
+
+
+class ActiveStore(_Job):
+    """A chunk on its way out of the device."""
+
+    __slots__ = ("blocks", "node")
+
+    def __init__(self, node: Node, blocks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.node = node
+        self.blocks = blocks
+
+
+class ActiveLoad(_Job):
+    """A prefix on its way into a request's device blocks."""
+
+    __slots__ = ("copies", "failed", "nodes", "request_id", "sources", "stale", "tokens")
+
+    def __init__(
+        self,
+        request_id: str,
+        nodes: tuple[Node, ...],
+        copies: tuple[BlockCopy, ...],
+        sources: tuple[int, ...],
+        tokens: int,
+    ) -> None:
+        super().__init__()
+        self.request_id = request_id
+        self.nodes = nodes
+        self.copies = copies
+        self.sources = sources
+        """For each copy the index in ``nodes`` it reads."""
+        self.tokens = tokens
+        self.failed: set[int] = set()
+        self.stale = False
+        """Its bytes are from before a cache reset: it must end as failed."""
+
+    def _note(self, rank: int, result: JobResult) -> bool:
+        fresh = super()._note(rank, result)
+        if fresh:
+            self.failed.update(i for i in result.failed if 0 <= i < len(self.copies))
+        return fresh
+
+
+class JobLedger:
+    """All jobs under way. A job ends when every rank has reported it.
+
+    Args:
+        world_size: ranks that report each job.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._next = 0
+        self.stores: dict[int, ActiveStore] = {}
+        self.loads: dict[int, ActiveLoad] = {}
+        self._readers: dict[int, set[int]] = {}  # device block -> store jobs that read it
+
+    def add_store(self, store: ActiveStore) -> int:
+        job = self._number()
+        self.stores[job] = store
+        for block in store.blocks:
+            self._readers.setdefault(block, set()).add(job)
+        return job
+
+    def add_load(self, load: ActiveLoad) -> int:
+        job = self._number()
+        self.loads[job] = load
+        return job
+
+    def readers(self, block: int) -> Iterable[int]:
+        """Store jobs that still read a device block."""
+        return self._readers.get(block, ())
+
+    def store_result(self, rank: int, result: JobResult) -> ActiveStore | None:
+        """Note one rank's result; returns the store when it was the last one missing."""
+        store = self.stores.get(result.job)
+        if store is None or not store._note(rank, result) or len(store.ranks) < self._world_size:
+            return None
+        del self.stores[result.job]
+        for block in store.blocks:
+            readers = self._readers[block]
+            readers.discard(result.job)
+            if not readers:
+                del self._readers[block]
+        return store
+
+    def load_result(self, rank: int, result: JobResult) -> ActiveLoad | None:
+        """Note one rank's result; returns the load when it was the last one missing."""
+        load = self.loads.get(result.job)
+        if load is None or not load._note(rank, result) or len(load.ranks) < self._world_size:
+            return None
+        del self.loads[result.job]
+        return load
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is offered to a request, and what becomes of it once vLLM has taken it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv import metrics
+from vllm_tiered_kv.protocol import JobStatus, LoadJob
+from vllm_tiered_kv.scheduler.core import TIER, Core
+from vllm_tiered_kv.scheduler.groups import usable_chunks
+from vllm_tiered_kv.scheduler.index import Node
+from vllm_tiered_kv.scheduler.jobs import ActiveLoad
+from vllm_tiered_kv.scheduler.plan import chunk_keys, plan_load
+from vllm_tiered_kv.scheduler.requests import Offer, RequestState
+
+if TYPE_CHECKING:
+    from vllm_tiered_kv.compat import KVCacheBlocks, KVConnectorOutput
+
+MAX_LOADS = 64
+"""Loads under way at once; each holds device blocks from its first byte to its last."""
+
+
+class LoadPlanner:
+    """Look-ups and loads."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._loading: dict[bytes, str] = {}  # chunk key -> the request that loads it
+        self.jobs: list[LoadJob] = []
+        """For the next plan."""
+        self.cancels: list[int] = []
+        """For the next plan."""
+        self.refail: list[str] = []
+        """For the next plan."""
+
+    def find(self, state: RequestState, computed: int) -> int | None:
+        """Tokens that can be loaded beyond the first ``computed``; None: ask again later."""
+        core, request = self._core, state.request
+        if state.load is not None:
+            return 0
+        state.restart(core.epoch, core.geometry.chunk_tokens)
+        if not state.params.load or request.skip_reading_prefix_cache:
+            return self._answer(state, "skipped", 0)
+        # A load may cover the whole prompt: vLLM then computes the last token again. The
+        # window of that token begins one earlier than the blocks vLLM allocates for it.
+        reusable = request.num_tokens - (1 if core.geometry.has_windows else 0)
+        keys = chunk_keys(request.block_hashes, reusable, core.geometry)
+        first = computed // core.geometry.chunk_tokens
+        if first >= len(keys):
+            return self._answer(state, "miss", 0)
+        if self._must_wait(state, keys[first]):
+            return None
+        run = core.index.ready_run(keys, first)
+        usable = usable_chunks(core.geometry, run, first, computed)
+        if not usable:
+            return self._answer(state, "miss", 0)
+        state.offer = Offer(computed, first, tuple(run[:usable]))
+        return self._answer(state, "hit", state.offer.tokens(core.geometry.chunk_tokens))
+
+    def allocated(self, state: RequestState, blocks: KVCacheBlocks, tokens: int) -> None:
+        """vLLM admits the request and takes ``tokens`` of what was offered."""
+        core, request_id = self._core, state.request.request_id
+        offer, state.offer = state.offer, None
+        state.counted = False
+        state.waiting_since = None
+        if tokens <= 0 or state.load is not None:
+            return
+        plan = None
+        if offer is not None:
+            tables = blocks.get_block_ids()
+            plan = plan_load(core.geometry, offer, tokens, tables, core.null_block)
+        if offer is None or plan is None:
+            # vLLM now waits for a load; one without copies ends as failed, and the request
+            # is computed.
+            core.fail("load_plan", "a promised prefix could not be planned; recomputing it")
+            self._start(state, ActiveLoad(request_id, (), (), (), 0))
+            return
+        used = sorted(set(plan.sources))
+        place = {source: i for i, source in enumerate(used)}
+        nodes = tuple(offer.nodes[source] for source in used)
+        for node in nodes:
+            core.index.pin(node)
+            self._loading.setdefault(node.key, request_id)
+        core.index.touch(self._prefix(state, offer))
+        sources = tuple(place[source] for source in plan.sources)
+        self._start(state, ActiveLoad(request_id, nodes, plan.copies, sources, tokens))
+
+    def settled(self, load: ActiveLoad) -> None:
+        """Every rank is done with the slots and the blocks."""
+        core = self._core
+        core.count_copy("load", load.nbytes, load.seconds)
+        if load.status is JobStatus.DONE and not load.stale:
+            core.tally.add(metrics.HIT_TOKENS.key(TIER), load.tokens)
+            core.count_chunks("loaded", len(load.nodes))
+        else:
+            bad = {load.sources[i] for i in load.failed}
+            for source in bad:
+                core.index.discard(load.nodes[source])
+            core.count_chunks("failed", len(bad))
+            kind = "load_stale" if load.stale else f"load_{load.status.value}"
+            core.fail(kind, "a load did not arrive; the request is recomputed")
+        for node in load.nodes:
+            core.index.unpin(node)
+
+    def told(self, state: RequestState, output: KVConnectorOutput) -> None:
+        """The ranks say that the request's load is over; vLLM reads it after this call."""
+        load, request_id = state.load, state.request.request_id
+        if load is None:
+            return
+        if load.stale and request_id not in output.failed_recving:
+            # Its bytes are from before a reset, and vLLM would enter them in its prefix
+            # cache: hold the good news back and have it reported again, as a failure.
+            output.finished_recving.discard(request_id)
+            self.refail.append(request_id)
+            return
+        state.load = None
+        for node in load.nodes:
+            if self._loading.get(node.key) == request_id:
+                del self._loading[node.key]
+        if load.stale or load.status is not JobStatus.DONE:
+            # Which of its blocks hold good bytes is known when vLLM schedules it again.
+            state.restart(self._core.epoch, self._core.geometry.chunk_tokens)
+            state.unsure = True
+
+    def reset(self) -> None:
+        """Loads under way must end as failed."""
+        for job, load in self._core.ledger.loads.items():
+            if not load.stale:
+                load.stale = True
+                self.cancels.append(job)
+
+    def _must_wait(self, state: RequestState, key: bytes) -> bool:
+        """Whether to ask again later: another request is loading this very prefix."""
+        core = self._core
+        owner = self._loading.get(key) if core.settings.shares_device_prefixes else None
+        shared = owner is not None and owner != state.request.request_id
+        if not shared and len(core.ledger.loads) < MAX_LOADS:
+            return False
+        now = core.clock()
+        if state.waiting_since is None:
+            state.waiting_since = now
+            core.tally.add(metrics.LOOKUPS.key("wait"))
+        return now - state.waiting_since < core.settings.load_deadline
+
+    def _answer(self, state: RequestState, result: str, tokens: int) -> int:
+        if not state.counted:
+            state.counted = True
+            self._core.tally.add(metrics.LOOKUPS.key(result))
+        return tokens
+
+    def _start(self, state: RequestState, load: ActiveLoad) -> None:
+        state.load = load
+        job = self._core.ledger.add_load(load)
+        deadline = self._core.settings.load_deadline
+        self.jobs.append(LoadJob(job, load.request_id, load.copies, deadline))
+
+    def _prefix(self, state: RequestState, offer: Offer) -> list[Node]:
+        """The nodes of the whole prefix, also those the device holds already."""
+        geometry, index = self._core.geometry, self._core.index
+        tokens = offer.first * geometry.chunk_tokens
+        keys = chunk_keys(state.request.block_hashes, tokens, geometry)
+        head = [node for key in keys if (node := index.get(key)) is not None]
+        return [*head, *offer.nodes]

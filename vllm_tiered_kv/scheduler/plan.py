@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device blocks and which slots belong together: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from vllm_tiered_kv.geometry import Geometry, GroupKind
+from vllm_tiered_kv.protocol import BlockCopy
+from vllm_tiered_kv.scheduler.index import ABSENT
+from vllm_tiered_kv.scheduler.requests import Offer
+
+
+class LoadPlan(msgspec.Struct, frozen=True):
+    """The copies of one load."""
+
+    copies: tuple[BlockCopy, ...]
+    sources: tuple[int, ...]
+    """For each copy the index of the node it reads, in ``Offer.nodes``."""
+
+
+def chunk_keys(block_hashes: Sequence[bytes], tokens: int, geometry: Geometry) -> list[bytes]:
+    """Keys of the full chunks within the first ``tokens`` tokens of a prompt."""
+    step = geometry.hashes_per_chunk
+    count = min(len(block_hashes) // step, tokens // geometry.chunk_tokens)
+    return list(block_hashes[step - 1 : count * step : step])
+
+
+def plan_load(
+    geometry: Geometry,
+    offer: Offer,
+    tokens: int,
+    block_ids: Sequence[Sequence[int]],
+    null_block: int,
+) -> LoadPlan | None:
+    """Match the device blocks of ``[offer.start, offer.start + tokens)`` with slots.
+
+    Args:
+        geometry: the cut.
+        offer: what the look-up found.
+        tokens: how many tokens vLLM takes of it.
+        block_ids: the request's block table, one list a group.
+        null_block: the id that stands for "no block": nothing is needed there.
+
+    Returns:
+        None if some block that is needed has no stored source.
+    """
+    end = offer.start + tokens
+    if end > offer.start + offer.tokens(geometry.chunk_tokens):
+        return None
+    copies: list[BlockCopy] = []
+    sources: list[int] = []
+    for group, spec in enumerate(geometry.groups):
+        per_chunk = geometry.blocks_per_chunk(group)
+        table = block_ids[group]
+        stop = -(-end // spec.block_tokens)
+        if stop > len(table):
+            return None
+        block = offer.start // spec.block_tokens
+        while block < stop:
+            chunk, first = divmod(block, per_chunk)
+            limit = min(stop, (chunk + 1) * per_chunk)
+            if table[block] == null_block:
+                if spec.kind is GroupKind.FULL:
+                    return None
+                block += 1
+                continue
+            run = block
+            while block < limit and table[block] != null_block:
+                block += 1
+            source = chunk - offer.first
+            slot = offer.nodes[source].slots[group]
+            if slot == ABSENT:
+                return None
+            copies.append(BlockCopy(group, slot, first, tuple(table[run:block])))
+            sources.append(source)
+    return LoadPlan(tuple(copies), tuple(sources))
+
+
+def blocks_of_chunk(
+    geometry: Geometry, chunk: int, block_ids: Sequence[Sequence[int]], null_block: int
+) -> dict[int, tuple[int, ...]] | None:
+    """The device blocks that hold one full chunk, by group.
+
+    A sliding-window group has no part once some of its blocks have left the window.
+
+    Returns:
+        None if a full-attention group does not hold the chunk.
+    """
+    parts: dict[int, tuple[int, ...]] = {}
+    for group, spec in enumerate(geometry.groups):
+        per_chunk = geometry.blocks_per_chunk(group)
+        blocks = tuple(block_ids[group][chunk * per_chunk : (chunk + 1) * per_chunk])
+        if len(blocks) == per_chunk and null_block not in blocks:
+            parts[group] = blocks
+        elif spec.kind is GroupKind.FULL:
+            return None
+    return parts or None

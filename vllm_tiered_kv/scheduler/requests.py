@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler half knows of each request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_tiered_kv.params import RequestParams
+from vllm_tiered_kv.scheduler.index import Node
+
+if TYPE_CHECKING:
+    from vllm_tiered_kv.compat import Request
+    from vllm_tiered_kv.scheduler.jobs import ActiveLoad
+
+NEVER = 1 << 62
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What a look-up promised; it holds only until the same scheduling step's allocation."""
+
+    start: int
+    """Tokens the device already holds."""
+    first: int
+    """Chunk index of ``nodes[0]``."""
+    nodes: tuple[Node, ...]
+
+    def tokens(self, chunk_tokens: int) -> int:
+        return (self.first + len(self.nodes)) * chunk_tokens - self.start
+
+
+class RequestState:
+    """One request between its arrival and its end. Mutable; scheduler thread only."""
+
+    __slots__ = (
+        "counted",
+        "epoch",
+        "load",
+        "next_chunk",
+        "next_store_at",
+        "offer",
+        "params",
+        "request",
+        "tail",
+        "unsure",
+        "waiting_since",
+    )
+
+    def __init__(self, request: Request, params: RequestParams) -> None:
+        self.request = request
+        self.params = params
+        self.epoch = -1
+        """The epoch in which all of its device blocks were computed or loaded."""
+        self.offer: Offer | None = None
+        self.load: ActiveLoad | None = None
+        """The load vLLM waits for."""
+        self.next_chunk = 0
+        """The first chunk not yet stored or found stored."""
+        self.tail: Node | None = None
+        """The node of the chunk before ``next_chunk``."""
+        self.next_store_at = NEVER
+        """Computed tokens from which ``next_chunk`` is complete; NEVER: stores nothing."""
+        self.waiting_since: float | None = None
+        """Since when it waits for another request's load of the same prefix."""
+        self.unsure = False
+        """A load failed and vLLM has not yet said which of its blocks count as computed."""
+        self.counted = False
+        """Whether this admission's look-up is in the counters."""
+
+    def restart(self, epoch: int, chunk_tokens: int) -> None:
+        """Nothing of it is computed: it is new, or was preempted, or its load failed."""
+        self.epoch = epoch
+        self.offer = None
+        self.next_chunk = 0
+        self.tail = None
+        self.unsure = False
+        self.next_store_at = chunk_tokens if self.params.store else NEVER

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which chunks leave the device, and when their blocks may no longer be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv import compat
+from vllm_tiered_kv.protocol import BlockCopy, JobStatus, StoreJob
+from vllm_tiered_kv.scheduler.core import Core
+from vllm_tiered_kv.scheduler.index import Node, NodeState
+from vllm_tiered_kv.scheduler.jobs import ActiveStore
+from vllm_tiered_kv.scheduler.plan import blocks_of_chunk
+from vllm_tiered_kv.scheduler.requests import NEVER, RequestState
+
+if TYPE_CHECKING:
+    from vllm_tiered_kv.compat import BlockPool, KVCacheBlock
+
+MAX_STORES = 4096
+"""Chunks on their way out of the device at once."""
+
+BlockTables = Sequence[Sequence[int]]
+
+
+class StorePlanner:
+    """Starts a store for each chunk that is complete and not in the index.
+
+    A store holds no device block: vLLM tells us when it hands one out again, and the job is
+    fenced. So neither a free block nor a cache reset ever waits for a store.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._pool: BlockPool | None = None
+        self.jobs: list[StoreJob] = []
+        """For the next plan."""
+        self.fences: list[int] = []
+        """For the next plan."""
+
+    def bind(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def computed(
+        self, state: RequestState, computed: int, block_ids: Callable[[], BlockTables]
+    ) -> None:
+        """Store what is complete once the step now being planned has run."""
+        if state.epoch != self._core.epoch:
+            state.next_store_at = NEVER  # its blocks are from before a reset
+            return
+        state.unsure = False
+        # Draft tokens may be rejected: only tokens that are known count.
+        target = self._target(state, min(computed, state.request.num_tokens))
+        self._walk(state, target, block_ids)
+
+    def finished(self, state: RequestState, block_ids: BlockTables) -> None:
+        """The last chance: the request ends and its blocks are freed after this call."""
+        if state.next_store_at == NEVER or state.epoch != self._core.epoch or state.unsure:
+            return
+        request = state.request
+        # The last sampled token has no KV.
+        known = max(request.num_prompt_tokens, request.num_tokens - 1)
+        target = self._target(state, min(request.num_computed_tokens, known))
+        if target <= state.next_chunk:
+            return
+        self._walk(state, target, lambda: block_ids)
+        if (missing := target - state.next_chunk) > 0:
+            self._core.count_chunks("dropped", missing)
+
+    def ended(self, store: ActiveStore) -> None:
+        """Every rank has reported the store."""
+        core = self._core
+        if store.status is JobStatus.DONE:
+            wanted = store.node.state is NodeState.STORING
+            core.index.commit(store.node)
+            core.count_copy("store", store.nbytes, store.seconds)
+            core.count_chunks("stored" if wanted else "dropped")
+        else:
+            core.index.discard(store.node)
+            if store.status is JobStatus.FAILED:
+                core.count_chunks("failed")
+                core.fail("store", "storing a chunk failed; it is not kept")
+            else:
+                core.count_chunks("dropped")
+        core.index.unpin(store.node)
+
+    def reset(self) -> None:
+        """What is under way is of no use any more."""
+        self.fences.extend(self._core.ledger.stores)
+
+    def _target(self, state: RequestState, computed: int) -> int:
+        """How many chunks of the request may be stored once ``computed`` tokens are."""
+        request, geometry = state.request, self._core.geometry
+        if not self._core.settings.store_generated:
+            computed = min(computed, request.num_prompt_tokens)
+        hashed = len(request.block_hashes) * geometry.hash_tokens
+        return min(computed, hashed) // geometry.chunk_tokens
+
+    def _walk(self, state: RequestState, target: int, block_ids: Callable[[], BlockTables]) -> None:
+        """Visit the request's chunks up to ``target``; start a store for each that is missing.
+
+        Stops at the first chunk for which there is no room: the next one would be stored
+        without its prefix. It is tried again with the next complete chunk.
+        """
+        core = self._core
+        hashes = state.request.block_hashes
+        step = core.geometry.hashes_per_chunk
+        tables: BlockTables = ()
+        found: list[Node] = []
+        for chunk in range(state.next_chunk, target):
+            key = hashes[(chunk + 1) * step - 1]
+            node = core.index.get(key)
+            if node is not None:
+                core.index.adopt(node, state.tail)
+                found.append(node)
+            else:
+                if state.tail is not None and state.tail.state is NodeState.GONE:
+                    break  # the prefix was evicted or failed: without it the rest is useless
+                tables = tables or block_ids()
+                node = self._start(key, state.tail, chunk, tables)
+                if node is None:
+                    break
+            state.tail = node
+            state.next_chunk = chunk + 1
+        if found:
+            core.index.touch(found)
+        state.next_store_at = (target + 1) * core.geometry.chunk_tokens
+
+    def _start(
+        self, key: bytes, parent: Node | None, chunk: int, tables: BlockTables
+    ) -> Node | None:
+        core = self._core
+        if not tables or self._pool is None or len(core.ledger.stores) >= MAX_STORES:
+            return None
+        parts = blocks_of_chunk(core.geometry, chunk, tables, core.null_block)
+        if parts is None:
+            return None
+        node = core.index.reserve(key, parent, list(parts))
+        if node is None:
+            return None
+        blocks = tuple(block for part in parts.values() for block in part)
+        job = core.ledger.add_store(ActiveStore(node, blocks))
+        compat.watch_blocks(self._pool, blocks, self._on_reuse)
+        copies = tuple(BlockCopy(g, node.slots[g], 0, part) for g, part in parts.items())
+        self.jobs.append(StoreJob(job, copies))
+        return node
+
+    def _on_reuse(self, block: KVCacheBlock) -> None:
+        """vLLM hands a block out again: what still reads it is void from now on."""
+        self.fences.extend(self._core.ledger.readers(block.block_id))

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker half of the connector: one a rank, moves bytes, decides nothing.
+
+The hooks run on the engine's worker thread and only hand work over. Both of vLLM's model
+runners are served: V1 may ask for results before ``wait_for_save``, V2 asks after it; a
+result is simply reported at the next opportunity.
+
+Run on CPU workers (one, and two with tensor parallelism). The CUDA path (marks are events
+on the compute stream, copies run on side streams) has not been run on a device yet.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_tiered_kv import compat, metrics
+from vllm_tiered_kv.channel import WorkerEndpoint
+from vllm_tiered_kv.geometry import Geometry
+from vllm_tiered_kv.layout import GroupPages, group_pages
+from vllm_tiered_kv.log import OncePerKind
+from vllm_tiered_kv.protocol import (
+    MAX_RESULTS,
+    BlockCopy,
+    Direction,
+    JobResult,
+    JobStatus,
+    LoadJob,
+    Setup,
+    StepPlan,
+    StoreJob,
+    WorkerReport,
+)
+from vllm_tiered_kv.worker.copy import BlockCopies, Copier, CopyError, open_copier
+from vllm_tiered_kv.worker.mover import COPY_TIMEOUT, CopyJob, Lane
+from vllm_tiered_kv.worker.pool import HostPool, PoolError
+
+logger = compat.init_logger("vllm_tiered_kv.worker")
+
+LOAD_THREADS = 2
+CLOSE_TIMEOUT = 5.0
+
+
+class LoadOutcome:
+    """What vLLM is told about loads in one step."""
+
+    def __init__(self) -> None:
+        self.finished: set[str] = set()
+        self.failed: set[str] = set()
+        """Also in ``finished``: nothing of these loads counts."""
+        self.bad_blocks: set[int] = set()
+        """Device blocks that did not arrive, of loads whose head does count."""
+
+
+class WorkerHalf:
+    """Moves chunks between device pages and slots.
+
+    Args:
+        rank: this worker's rank.
+        group_layers: the layer names of each KV cache group, in the geometry's order.
+        num_blocks: device blocks.
+        block_tokens: tokens a block, by group.
+        report_blocks: whether a failed load may name its bad blocks (one KV cache group)
+            or fails as a whole (block ids are ambiguous between groups).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        group_layers: Sequence[Sequence[str]],
+        num_blocks: int,
+        block_tokens: Sequence[int],
+        *,
+        report_blocks: bool,
+    ) -> None:
+        self._rank = rank
+        self._group_layers = group_layers
+        self._num_blocks = num_blocks
+        self._block_tokens = block_tokens
+        self._report_blocks = report_blocks
+        self._groups: tuple[GroupPages, ...] = ()
+        self._setup: Setup | None = None
+        self._slot_bytes = 0
+        self._pool: HostPool | None = None
+        self._copier: Copier | None = None
+        self._lanes: dict[Direction, Lane] = {}
+        self._channel: WorkerEndpoint | None = None
+        self._trouble = OncePerKind(logger)
+        self._lock = threading.Lock()
+        self._load_results: list[JobResult] = []  # engine thread only
+        self._results: list[JobResult] = []  # stores, not yet in worker metadata
+        self._counts = metrics.Tally()
+        self._loads: dict[int, LoadJob] = {}  # engine thread only
+        self._ended: list[JobResult] = []  # loads whose end vLLM has not been told
+        self._refail: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._mark: Any = None
+        self._open_copier: Callable[..., Copier] = open_copier
+
+    # -- set-up --------------------------------------------------------------------
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Learn where this rank's pages are.
+
+        Raises:
+            LayoutError: pages that are not contiguous; the engine must not start so.
+        """
+        self._groups = tuple(
+            group_pages([kv_caches[name] for name in layers if name in kv_caches], self._num_blocks)
+            for layers in self._group_layers
+        )
+
+    def set_up(self, setup: Setup) -> None:
+        """Open pool, copier, lanes and side channel as the scheduler half says; once."""
+        if setup == self._setup:
+            return
+        self._setup = setup
+        slot_bytes = self._slot_size(setup.chunk_tokens)
+        try:
+            pool = HostPool(setup.num_slots, slot_bytes, pin=torch.cuda.is_available())
+            copier = self._open_copier(self._groups, pool)
+        except (PoolError, CopyError) as error:
+            # Without a pool every job is dropped, and the engine serves without us.
+            self._fail("pool", f"no CPU tier on rank {self._rank}: {error}")
+            return
+        pool.prefault()
+        self._slot_bytes = slot_bytes
+        self._pool, self._copier = pool, copier
+        self._lanes = {
+            Direction.LOAD: Lane(Direction.LOAD, self._copy, self._load_ended, LOAD_THREADS),
+            Direction.STORE: Lane(Direction.STORE, self._copy, self._store_ended),
+        }
+        if setup.endpoint:
+            self._channel = WorkerEndpoint(setup.endpoint)
+
+    # -- the step, in vLLM's order ----------------------------------------------------
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Blocks are about to be handed on: what still reads them is void."""
+        self.set_up(plan.setup)
+        if plan.fences and (lane := self._lanes.get(Direction.STORE)) is not None:
+            lane.call_off(plan.fences, JobStatus.DROPPED)
+
+    def mark(self) -> None:
+        """Loads of this step come after all that the device was given until now."""
+        self._mark = self._copier.mark() if self._copier is not None else None
+
+    def start_loads(self, plan: StepPlan) -> None:
+        self._refail.update(plan.refail)
+        self._submit_loads(plan.loads)
+        if plan.cancels and (lane := self._lanes.get(Direction.LOAD)) is not None:
+            lane.call_off(plan.cancels, JobStatus.DROPPED)
+
+    def start_stores(self, plan: StepPlan) -> None:
+        """The forward pass has been given to the device: copy out after it."""
+        if not plan.stores:
+            return
+        lane = self._lanes.get(Direction.STORE)
+        if lane is None or self._copier is None:
+            for store in plan.stores:
+                self._store_ended(JobResult(store.job, Direction.STORE, JobStatus.DROPPED))
+            return
+        after = self._copier.mark()
+        lane.submit([self._store_job(store, after) for store in plan.stores])
+
+    def take_loads(self) -> LoadOutcome:
+        """Loads that ended since the last call; each request once."""
+        outcome = LoadOutcome()
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for result in ended:
+            load = self._loads.pop(result.job, None)
+            if load is None:
+                continue
+            self._load_results.append(result)  # travels with the same step's output
+            outcome.finished.add(load.request_id)
+            if result.status is JobStatus.DONE:
+                continue
+            if result.status is JobStatus.FAILED and self._report_blocks:
+                for i in result.failed:
+                    outcome.bad_blocks.update(load.copies[i].blocks)
+            else:
+                outcome.failed.add(load.request_id)
+        outcome.finished |= self._refail
+        outcome.failed |= self._refail
+        self._refail = set()
+        return outcome
+
+    def take_report(self) -> WorkerReport | None:
+        """What the scheduler half has to know, through vLLM's worker metadata."""
+        loads, self._load_results = self._load_results, []
+        with self._lock:
+            stores, self._results = self._results[:MAX_RESULTS], self._results[MAX_RESULTS:]
+            counters = self._counts.take()
+        if not loads and not stores and not counters:
+            return None
+        return WorkerReport(self._rank, (*loads, *stores), tuple(counters.items()))
+
+    def count(self, key: str, value: float) -> None:
+        with self._lock:
+            self._counts.add(key, value)
+
+    def shutdown(self) -> None:
+        """End threads and give memory back; jobs under way are called off."""
+        lanes, self._lanes = self._lanes, {}
+        ended = [lane.close(CLOSE_TIMEOUT) for lane in lanes.values()]
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if not all(ended):
+            # A copy hangs: its memory must outlive it.
+            self._trouble.warn("shutdown", "a copy did not end in %s s", CLOSE_TIMEOUT)
+            return
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    # -- jobs ---------------------------------------------------------------------------
+
+    def _submit_loads(self, loads: Sequence[LoadJob]) -> None:
+        if not loads:
+            return
+        lane = self._lanes.get(Direction.LOAD)
+        jobs = []
+        now = time.monotonic()
+        for load in loads:
+            self._loads[load.job] = load
+            if lane is None or not load.copies:
+                self._load_ended(JobResult(load.job, Direction.LOAD, JobStatus.DROPPED))
+                continue
+            sizes = [self._size(copy) for copy in load.copies]
+            jobs.append(CopyJob(load.job, load.copies, sizes, self._mark, now + load.deadline))
+        if lane is not None:
+            lane.submit(jobs)
+
+    def _store_job(self, store: StoreJob, after: Any) -> CopyJob:
+        sizes = [self._size(copy) for copy in store.copies]
+        return CopyJob(store.job, store.copies, sizes, after, None)
+
+    def _copy(self, direction: Direction, copies: Sequence[BlockCopy], after: Any) -> int:
+        """Copy one piece; on a lane thread.
+
+        Raises:
+            CopyError: it failed, or the device did not finish it in time.
+        """
+        try:
+            return self._copy_piece(direction, copies, after)
+        except Exception as error:
+            self._fail(f"copy_{direction.value}", f"copying failed: {error}")
+            raise
+
+    def _copy_piece(self, direction: Direction, copies: Sequence[BlockCopy], after: Any) -> int:
+        pool, copier = self._pool, self._copier
+        if pool is None or copier is None:
+            raise CopyError("the pool is closed")
+        for copy in copies:
+            if not pool.ensure(copy.slot):
+                raise CopyError(f"slot {copy.slot} cannot be used")
+        transfer = copier.submit(direction, [self._batch(copy) for copy in copies], after)
+        if not transfer.wait(COPY_TIMEOUT):
+            raise CopyError(f"a copy did not end in {COPY_TIMEOUT} s")
+        return sum(self._size(copy) for copy in copies)
+
+    def _batch(self, copy: BlockCopy) -> BlockCopies:
+        block_bytes = self._groups[copy.group].block_bytes
+        base = copy.slot * self._slot_bytes + copy.first * block_bytes
+        offsets = tuple(base + i * block_bytes for i in range(len(copy.blocks)))
+        return BlockCopies(copy.group, copy.blocks, offsets)
+
+    def _size(self, copy: BlockCopy) -> int:
+        return len(copy.blocks) * self._groups[copy.group].block_bytes
+
+    def _slot_size(self, chunk_tokens: int) -> int:
+        return Geometry.align_slot(
+            max(
+                chunk_tokens // tokens * group.block_bytes
+                for tokens, group in zip(self._block_tokens, self._groups, strict=True)
+            )
+        )
+
+    # -- results (lane threads) ------------------------------------------------------------
+
+    def _load_ended(self, result: JobResult) -> None:
+        with self._lock:
+            self._ended.append(result)
+
+    def _store_ended(self, result: JobResult) -> None:
+        with self._lock:
+            self._results.append(result)
+        if self._channel is not None:
+            self._channel.send(WorkerReport(self._rank, (result,)))
+
+    def _fail(self, kind: str, message: str) -> None:
+        self.count(metrics.FAILURES.key(kind), 1)
+        self._trouble.warn(kind, message)

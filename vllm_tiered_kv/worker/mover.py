@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs copy jobs on threads of its own: the engine's thread only leaves work here.
+
+Loads and stores have a lane each, so a load never waits behind stores. A lane cuts its jobs
+into pieces of bounded size; several threads may work on one job. What a job's end means is
+decided once, when its last piece is done and nothing writes any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from vllm_tiered_kv.protocol import BlockCopy, Direction, JobResult, JobStatus
+
+PIECE_BYTES = 8 << 20
+"""A piece: large enough to be efficient, small enough not to hold the copy engines."""
+COPY_TIMEOUT = 60.0
+"""Seconds after which a device copy counts as hung."""
+IDLE_SECONDS = 5.0
+
+CopyPiece = Callable[[Direction, Sequence[BlockCopy], Any], int]
+"""Copies some blocks and returns the bytes moved; raises on failure."""
+
+
+class CopyJob:
+    """A job in a lane. Fields are guarded by the lane's lock."""
+
+    __slots__ = (
+        "after",
+        "copies",
+        "failed",
+        "give_up_at",
+        "job",
+        "nbytes",
+        "pending",
+        "sizes",
+        "started",
+        "verdict",
+    )
+
+    def __init__(
+        self,
+        job: int,
+        copies: Sequence[BlockCopy],
+        sizes: Sequence[int],
+        after: Any,
+        give_up_at: float | None,
+    ) -> None:
+        self.job = job
+        self.copies = copies
+        self.sizes = sizes
+        """Bytes of each copy."""
+        self.after = after
+        self.give_up_at = give_up_at
+        self.pending = 0
+        """Pieces not yet ended."""
+        self.failed: set[int] = set()
+        self.nbytes = 0
+        self.started: float | None = None
+        self.verdict: JobStatus | None = None
+        """Set early when the job must not end well: fenced, cancelled, late."""
+
+
+class Lane:
+    """One direction: a queue of pieces, threads that copy them, and a way to call jobs off.
+
+    Args:
+        direction: which way this lane copies.
+        copy: copies one piece.
+        on_end: told each job's result once; on a lane thread, never under the lane's lock.
+        threads: how many pieces may be copied at once.
+    """
+
+    def __init__(
+        self,
+        direction: Direction,
+        copy: CopyPiece,
+        on_end: Callable[[JobResult], None],
+        threads: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._direction = direction
+        self._copy = copy
+        self._on_end = on_end
+        self._clock = clock
+        self._wake = threading.Condition()
+        self._queue: deque[tuple[CopyJob, tuple[int, ...]]] = deque()
+        self._jobs: dict[int, CopyJob] = {}
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"tiered-kv-{direction.value}-{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, jobs: Iterable[CopyJob]) -> None:
+        """Queue jobs; returns at once. A closed lane drops them."""
+        dropped: list[JobResult] = []
+        with self._wake:
+            for job in jobs:
+                if self._closing:
+                    job.verdict = JobStatus.DROPPED
+                    dropped.append(self._result(job))
+                    continue
+                self._jobs[job.job] = job
+                pieces = list(_pieces(job.sizes)) or [()]
+                job.pending = len(pieces)
+                self._queue.extend((job, piece) for piece in pieces)
+            self._wake.notify_all()
+        for result in dropped:
+            self._on_end(result)
+
+    def call_off(self, jobs: Iterable[int], verdict: JobStatus) -> None:
+        """Let these jobs end with ``verdict``, whatever they have copied. Does not wait.
+
+        Pieces not begun are skipped. A piece that is being copied runs on, and what it wrote
+        is not trusted; the job ends when it does. Unknown jobs have ended already.
+        """
+        with self._wake:
+            for number in jobs:
+                job = self._jobs.get(number)
+                if job is not None and job.verdict is None:
+                    job.verdict = verdict
+
+    @property
+    def in_flight(self) -> int:
+        with self._wake:
+            return len(self._jobs)
+
+    def close(self, timeout: float) -> bool:
+        """Call everything off and end the threads; False if one did not end in time."""
+        with self._wake:
+            self._closing = True
+            for job in self._jobs.values():
+                job.verdict = job.verdict or JobStatus.DROPPED
+            self._wake.notify_all()
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._closing:
+                    self._wake.wait(IDLE_SECONDS)
+                if not self._queue:
+                    return
+                job, piece = self._queue.popleft()
+                skip = self._begin(job)
+            moved, failed = 0, skip
+            if not skip and piece:
+                try:
+                    copies = [job.copies[i] for i in piece]
+                    moved = self._copy(self._direction, copies, job.after)
+                except Exception:  # noqa: BLE001 - a lane never dies: the job fails
+                    failed = True
+            with self._wake:
+                job.nbytes += moved
+                if failed:
+                    job.failed.update(piece)
+                job.pending -= 1
+                if job.pending:
+                    continue
+                self._jobs.pop(job.job, None)
+                result = self._result(job)
+            self._on_end(result)
+
+    def _begin(self, job: CopyJob) -> bool:
+        """Note that a piece of the job begins; True if it is to be skipped."""
+        if job.started is None:
+            job.started = self._clock()
+            late = job.give_up_at is not None and job.started > job.give_up_at
+            if late and job.verdict is None:
+                job.verdict = JobStatus.DROPPED
+        return job.verdict is not None or bool(job.failed)
+
+    def _result(self, job: CopyJob) -> JobResult:
+        status = job.verdict or (JobStatus.FAILED if job.failed else JobStatus.DONE)
+        seconds = 0.0 if job.started is None else self._clock() - job.started
+        return JobResult(
+            job.job, self._direction, status, tuple(sorted(job.failed)), job.nbytes, seconds
+        )
+
+
+def _pieces(sizes: Sequence[int]) -> Iterable[tuple[int, ...]]:
+    """Cut a job's copies into runs of about :data:`PIECE_BYTES`."""
+    run: list[int] = []
+    total = 0
+    for i, size in enumerate(sizes):
+        if run and total + size > PIECE_BYTES:
+            yield tuple(run)
+            run, total = [], 0
+        run.append(i)
+        total += size
+    if run:
+        yield tuple(run)
