@@ -9,16 +9,11 @@ import zmq
 
 from vllm_tiered_kv import compat
 from vllm_tiered_kv.channel import SchedulerEndpoint
-from vllm_tiered_kv.config import (
-    Options,
-    check_capacity,
-    format_size,
-    memory_limit,
-    parse_options,
-)
-from vllm_tiered_kv.geometry import Geometry, GroupGeometry, describe, plan_geometry
+from vllm_tiered_kv.config import Options, check_capacity, memory_limit, parse_options
+from vllm_tiered_kv.geometry import Geometry, GroupGeometry, plan_geometry
 from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
+from vllm_tiered_kv.startup import NamespaceTask, announce, warn_about_policy
 from vllm_tiered_kv.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
@@ -35,7 +30,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         UnsupportedModel: a model that cannot be served.
     """
     options = _options(vllm_config)
-    _warn_about_policy(vllm_config)
+    warn_about_policy(vllm_config)
     geometry = _geometry(vllm_config, kv_cache_config, options)
     ranks = compat.world_size(vllm_config)
     num_slots = _num_slots(options, geometry, ranks)
@@ -47,14 +42,9 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         store_generated=options.store_generated,
         shares_device_prefixes=compat.has_prefix_caching(vllm_config),
     )
-    logger.info(
-        "tiered-kv: tiers: cpu %s (%d slots, %d rank(s)); chunk: %s",
-        format_size(num_slots * geometry.slot_bytes * ranks),
-        num_slots,
-        ranks,
-        describe(geometry),
-    )
-    return SchedulerHalf(settings, _endpoint())
+    task = NamespaceTask(vllm_config, kv_cache_config, geometry.chunk_tokens)
+    announce(geometry, num_slots, ranks, task.first_words())
+    return SchedulerHalf(settings, _endpoint(), on_shutdown=task.close)
 
 
 def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerHalf:
@@ -121,14 +111,3 @@ def _endpoint() -> SchedulerEndpoint | None:
             error,
         )
         return None
-
-
-def _warn_about_policy(vllm_config: VllmConfig) -> None:
-    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-    if policy != "recompute":
-        logger.warning(
-            'tiered-kv: kv_load_failure_policy is "%s": a chunk that fails to load will FAIL '
-            "the user's request instead of being recomputed. Set "
-            '"kv_load_failure_policy": "recompute" in --kv-transfer-config.',
-            policy,
-        )

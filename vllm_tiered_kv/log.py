@@ -6,6 +6,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+_LINE = "tiered-kv: %s (said once; counted as failures{kind=%r})"
+
 
 class OncePerKind:
     """Warns the first time a kind of failure is seen."""
@@ -15,11 +17,19 @@ class OncePerKind:
         self._seen: set[str] = set()
         self._lock = threading.Lock()
 
-    def warn(self, kind: str, message: str, *args: object) -> None:
+    def warn(self, kind: str, message: str) -> None:
+        """Log a failure without a traceback."""
+        if self._first(kind):
+            self._logger.warning(_LINE, message, kind)
+
+    def error(self, kind: str, message: str) -> None:
+        """Log the exception being handled with its traceback."""
+        if self._first(kind):
+            self._logger.exception(_LINE, message, kind)
+
+    def _first(self, kind: str) -> bool:
         with self._lock:
             if kind in self._seen:
-                return
+                return False
             self._seen.add(kind)
-        self._logger.warning(
-            "tiered-kv: " + message + " (said once; counted as failures{kind=%r})", *args, kind
-        )
+            return True

@@ -387,6 +387,7 @@ class Sim:
         self.settle()
         assert self.free_blocks == self.free_at_start
         if self.connector is not None:
+            assert self.counter("failures", "internal") == 0
             assert self.half.core.index.pinned == 0
             assert not self.half._requests
             assert not self.half.loads._loading

@@ -266,7 +266,7 @@ def test_a_failing_store_is_a_later_miss(sim: Make, depth: int) -> None:
     engine.complete("a", prompt(160), 5)
     engine.settle()
     assert engine.half.core.index.used_slots == 0
-    assert engine.counter("failures", "copy_store") >= 1
+    assert engine.counter("failures", "store") >= 1
     engine.gate.fail.clear()
     engine.flush_device()
     assert engine.complete("b", prompt(160), 5).cpu == 0
@@ -317,6 +317,25 @@ def test_an_engine_without_memory_for_its_pool_serves_without_us(
     engine.flush_device()
     assert engine.complete("b", prompt(100), 5).cpu == 0
     engine.check_quiet()
+
+
+@pytest.mark.parametrize("method", ["ready_run", "get", "reserve", "touch"])
+def test_a_mistake_of_ours_costs_a_hit_and_not_the_engine(
+    sim: Make, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    engine = warmed(sim)
+    want = engine.outputs["cold"]
+
+    def broken(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(engine.half.core.index, method, broken)
+    got = engine.complete("x", prompt(160) + prompt(40, seed=2), 1)
+    assert len(got.output) == 1
+    assert engine.counter("failures", "internal") >= 1
+    monkeypatch.undo()
+    engine.flush_device()
+    assert engine.complete("y", prompt(160), 1).output == want
 
 
 # -- the end ----------------------------------------------------------------------------------

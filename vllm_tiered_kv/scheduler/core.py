@@ -55,6 +55,15 @@ class Core:
         self.tally.add(metrics.FAILURES.key(kind))
         self._trouble.warn(kind, message)
 
+    def bug(self, where: str) -> None:
+        """Note an exception that is our own mistake; call it while handling one.
+
+        An exception in a hook would end the engine and every request in it. What it costs
+        instead is a look-up or a store.
+        """
+        self.tally.add(metrics.FAILURES.key("internal"))
+        self._trouble.error("internal", f"unexpected error in {where}; going on without")
+
     def count_chunks(self, event: str, count: int = 1) -> None:
         self.tally.add(metrics.CHUNKS.key(event, TIER), count)
 

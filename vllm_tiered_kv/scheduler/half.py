@@ -18,7 +18,7 @@ from vllm_tiered_kv.params import DEFAULT, ParamsError, parse_params
 from vllm_tiered_kv.protocol import Direction, Setup, StepPlan, WorkerReport
 from vllm_tiered_kv.scheduler.core import TIER, Core, SchedulerSettings
 from vllm_tiered_kv.scheduler.loads import LoadPlanner
-from vllm_tiered_kv.scheduler.requests import RequestState
+from vllm_tiered_kv.scheduler.requests import NEVER, RequestState
 from vllm_tiered_kv.scheduler.stores import StorePlanner
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class SchedulerHalf:
         settings: the parsed configuration and the model's cut.
         endpoint: the side channel, or None where there is none.
         clock: seconds, monotonic.
+        on_shutdown: what else ends with this half.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class SchedulerHalf:
         settings: SchedulerSettings,
         endpoint: SchedulerEndpoint | None,
         clock: Callable[[], float] = time.monotonic,
+        on_shutdown: Callable[[], None] | None = None,
     ) -> None:
+        self._on_shutdown = on_shutdown
         self.core = Core(settings, clock)
         self.loads = LoadPlanner(self.core)
         self.stores = StorePlanner(self.core)
@@ -70,6 +73,9 @@ class SchedulerHalf:
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
+        if self._on_shutdown is not None:
+            self._on_shutdown()
+            self._on_shutdown = None
 
     # -- look-up and load ---------------------------------------------------------
 
@@ -81,8 +87,12 @@ class SchedulerHalf:
 
         None instead of a number: ask again.
         """
-        self.drain()
-        tokens = self.loads.find(self._state(request), computed)
+        try:
+            self.drain()
+            tokens = self.loads.find(self._state(request), computed)
+        except Exception:  # noqa: BLE001
+            self.core.bug("a look-up")
+            return 0, False
         return tokens, bool(tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
@@ -102,7 +112,11 @@ class SchedulerHalf:
             computed = state.request.num_computed_tokens + scheduled
             if computed >= state.next_store_at:
                 tables = functools.partial(_block_tables, output, request_id)
-                self.stores.computed(state, computed, tables)
+                try:
+                    self.stores.computed(state, computed, tables)
+                except Exception:  # noqa: BLE001
+                    state.next_store_at = NEVER
+                    self.core.bug("planning a store")
         loads, stores = self.loads, self.stores
         plan = StepPlan(
             self._setup,
@@ -134,7 +148,10 @@ class SchedulerHalf:
         if state is None or state.load is not None:
             return  # vLLM keeps the blocks of a load until the ranks have reported it
         del self._requests[request.request_id]
-        self.stores.finished(state, block_ids)
+        try:
+            self.stores.finished(state, block_ids)
+        except Exception:  # noqa: BLE001
+            self.core.bug("planning a last store")
 
     def reset(self) -> None:
         """Forget everything stored; nothing from before is ever offered again."""

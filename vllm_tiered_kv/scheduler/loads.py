@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import metrics
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_LOADS = 64
 """Loads under way at once; each holds device blocks from its first byte to its last."""
+MAX_FAILED_LOADS = 2
+"""A request whose loads fail so often is computed: it must come to an end."""
 
 
 class LoadPlanner:
@@ -40,7 +43,8 @@ class LoadPlanner:
         if state.load is not None:
             return 0
         state.restart(core.epoch, core.geometry.chunk_tokens)
-        if not state.params.load or request.skip_reading_prefix_cache:
+        allowed = state.params.load and state.failed_loads < MAX_FAILED_LOADS
+        if not allowed or request.skip_reading_prefix_cache:
             return self._answer(state, "skipped", 0)
         # A load may cover the whole prompt: vLLM then computes the last token again. The
         # window of that token begins one earlier than the blocks vLLM allocates for it.
@@ -60,31 +64,29 @@ class LoadPlanner:
 
     def allocated(self, state: RequestState, blocks: KVCacheBlocks, tokens: int) -> None:
         """vLLM admits the request and takes ``tokens`` of what was offered."""
-        core, request_id = self._core, state.request.request_id
+        core = self._core
         offer, state.offer = state.offer, None
         state.counted = False
         state.waiting_since = None
         if tokens <= 0 or state.load is not None:
             return
-        plan = None
-        if offer is not None:
-            tables = blocks.get_block_ids()
-            plan = plan_load(core.geometry, offer, tokens, tables, core.null_block)
-        if offer is None or plan is None:
-            # vLLM now waits for a load; one without copies ends as failed, and the request
-            # is computed.
+        load = None
+        try:
+            if offer is not None:
+                load = self._plan(state, offer, blocks.get_block_ids(), tokens)
+        except Exception:  # noqa: BLE001 - vLLM waits for this load now: it must end
+            core.bug("planning a load")
+        if load is None:
+            # One without copies ends as failed, and the request is computed.
             core.fail("load_plan", "a promised prefix could not be planned; recomputing it")
-            self._start(state, ActiveLoad(request_id, (), (), (), 0))
-            return
-        used = sorted(set(plan.sources))
-        place = {source: i for i, source in enumerate(used)}
-        nodes = tuple(offer.nodes[source] for source in used)
-        for node in nodes:
+            load = ActiveLoad(state.request.request_id, (), (), (), 0)
+        for node in load.nodes:
             core.index.pin(node)
-            self._loading.setdefault(node.key, request_id)
-        core.index.touch(self._prefix(state, offer))
-        sources = tuple(place[source] for source in plan.sources)
-        self._start(state, ActiveLoad(request_id, nodes, plan.copies, sources, tokens))
+            self._loading.setdefault(node.key, load.request_id)
+        state.load = load
+        job = core.ledger.add_load(load)
+        deadline = core.settings.load_deadline
+        self.jobs.append(LoadJob(job, load.request_id, load.copies, deadline))
 
     def settled(self, load: ActiveLoad) -> None:
         """Every rank is done with the slots and the blocks."""
@@ -122,6 +124,7 @@ class LoadPlanner:
             # Which of its blocks hold good bytes is known when vLLM schedules it again.
             state.restart(self._core.epoch, self._core.geometry.chunk_tokens)
             state.unsure = True
+            state.failed_loads += 1
 
     def reset(self) -> None:
         """Loads under way must end as failed."""
@@ -149,11 +152,19 @@ class LoadPlanner:
             self._core.tally.add(metrics.LOOKUPS.key(result))
         return tokens
 
-    def _start(self, state: RequestState, load: ActiveLoad) -> None:
-        state.load = load
-        job = self._core.ledger.add_load(load)
-        deadline = self._core.settings.load_deadline
-        self.jobs.append(LoadJob(job, load.request_id, load.copies, deadline))
+    def _plan(
+        self, state: RequestState, offer: Offer, tables: Sequence[Sequence[int]], tokens: int
+    ) -> ActiveLoad | None:
+        core = self._core
+        plan = plan_load(core.geometry, offer, tokens, tables, core.null_block)
+        if plan is None:
+            return None
+        core.index.touch(self._prefix(state, offer))
+        used = sorted(set(plan.sources))
+        place = {source: i for i, source in enumerate(used)}
+        nodes = tuple(offer.nodes[source] for source in used)
+        sources = tuple(place[source] for source in plan.sources)
+        return ActiveLoad(state.request.request_id, nodes, plan.copies, sources, tokens)
 
     def _prefix(self, state: RequestState, offer: Offer) -> list[Node]:
         """The nodes of the whole prefix, also those the device holds already."""

@@ -36,6 +36,7 @@ class RequestState:
     __slots__ = (
         "counted",
         "epoch",
+        "failed_loads",
         "load",
         "next_chunk",
         "next_store_at",
@@ -63,6 +64,8 @@ class RequestState:
         """Computed tokens from which ``next_chunk`` is complete; NEVER: stores nothing."""
         self.waiting_since: float | None = None
         """Since when it waits for another request's load of the same prefix."""
+        self.failed_loads = 0
+        """Loads of this request that did not arrive."""
         self.unsure = False
         """A load failed and vLLM has not yet said which of its blocks count as computed."""
         self.counted = False

@@ -213,7 +213,7 @@ class WorkerHalf:
             self._channel = None
         if not all(ended):
             # A copy hangs: its memory must outlive it.
-            self._trouble.warn("shutdown", "a copy did not end in %s s", CLOSE_TIMEOUT)
+            self._trouble.warn("shutdown", f"a copy did not end in {CLOSE_TIMEOUT} s")
             return
         if self._copier is not None:
             self._copier.close()

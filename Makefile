@@ -1,0 +1,51 @@
+# `make help` lists the targets. Each one sets up .venv first if it has to.
+SHELL       := /bin/bash
+PYTHON      ?= $(shell command -v python3.11 || command -v python3)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+BIN         := .venv/bin
+TYPED       := vllm_tiered_kv tools demo benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-full lint typecheck format bench peers-env dist clean distclean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+venv: ## set up .venv: vLLM's CPU build, the tools, this project (nothing to do when it is current)
+	@PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' tools/venv.sh
+
+demo: venv ## two real vLLM servers, without and with the connector, compared request by request
+	@$(BIN)/python -m demo
+
+test: venv ## all tests but the slow ones (at most 20 minutes)
+	@$(BIN)/python -m pytest -m 'not slow'
+
+test-full: venv ## all tests, long runs included
+	@$(BIN)/python -m pytest --timeout=1800
+
+lint: venv ## ruff: rules and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: venv ## apply ruff's fixes and formatting
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+typecheck: venv ## mypy --strict
+	@$(BIN)/mypy --strict $(TYPED)
+
+bench: venv ## the quick benchmarks
+	@$(BIN)/python -m benchmarks --quick
+
+peers-env: ## a second environment with the connectors to compare with
+	@PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' tools/peers_env.sh
+
+dist: venv ## sdist and wheel under dist/
+	@rm -rf dist
+	@$(BIN)/python -c 'from setuptools import build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")'
+
+clean: ## remove what the targets made, except .venv and the models
+	@rm -rf build/demo dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+distclean: clean ## and those too
+	@rm -rf .venv .venv.lock build

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ``vllm serve`` process of one's own, on a free loopback port."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+# Nothing leaves the machine: no hub look-ups, no usage reports.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_LOGGING_COLOR": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # vLLM compiles a few small functions even when eager: half a minute, and a C++ compiler.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+class ServerFailed(RuntimeError):
+    """The server did not become healthy; the message ends with the last lines of its log."""
+
+
+class ServeSpec(msgspec.Struct, frozen=True):
+    """What to serve and how."""
+
+    model: str
+    """A model folder."""
+    args: tuple[str, ...] = ()
+    """Further arguments of ``vllm serve``."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Environment variables, over the caller's and the defaults here."""
+    kv_transfer_config: str | None = None
+    """JSON for ``--kv-transfer-config``; None for no connector."""
+
+    @classmethod
+    def make(
+        cls,
+        model: Path | str,
+        args: Sequence[str] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+        kv_transfer_config: Mapping[str, Any] | None = None,
+    ) -> ServeSpec:
+        """A spec from ordinary containers; equal specs compare and hash equal."""
+        config = kv_transfer_config
+        return cls(
+            model=str(model),
+            args=tuple(args),
+            env=tuple(sorted((env or {}).items())),
+            kv_transfer_config=json.dumps(config, sort_keys=True) if config is not None else None,
+        )
+
+
+class Server:
+    """A running server; leaving the ``with`` block ends it and every process it started.
+
+    Args:
+        spec: what to serve.
+        log: file for everything it prints, replaced if there.
+        timeout_s: time it may take to become healthy.
+
+    Raises:
+        ServerFailed: it ended or was not healthy in time. Nothing is left running.
+    """
+
+    def __init__(self, spec: ServeSpec, log: Path, *, timeout_s: float = 240.0) -> None:
+        self.spec = spec
+        self.log = log
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **_ENVIRONMENT, **dict(spec.env)},
+                start_new_session=True,  # a process group of its own, to be ended as a whole
+                preexec_fn=_end_with_parent,
+            )
+        try:
+            self._wait_healthy(timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def tail(self, lines: int = 25) -> str:
+        """The last lines of the log."""
+        try:
+            with self.log.open(encoding="utf-8", errors="replace") as file:
+                return "".join(deque(file, maxlen=lines))
+        except OSError as error:
+            return f"(no log: {error})"
+
+    def stop(self, grace_s: float = 20.0) -> None:
+        """End the server: a polite signal, then a kill of its whole process group."""
+        if self.alive():
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        # The group outlives its leader for as long as an engine process is left.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10.0)
+
+    def _command(self) -> list[str]:
+        script = Path(sys.executable).with_name("vllm")
+        command = [str(script)] if script.exists() else [sys.executable, "-m", _VLLM_CLI]
+        command += ["serve", self.spec.model, "--host", "127.0.0.1", "--port", str(self.port)]
+        command += self.spec.args
+        if self.spec.kv_transfer_config is not None:
+            command += ["--kv-transfer-config", self.spec.kv_transfer_config]
+        return command
+
+    def _wait_healthy(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as http:
+            while time.monotonic() < deadline:
+                if not self.alive():
+                    code = self._process.returncode
+                    raise ServerFailed(f"the server exited with {code}; {self.log}:\n{self.tail()}")
+                with contextlib.suppress(httpx.HTTPError):
+                    if http.get("/health").status_code == 200:
+                        return
+                time.sleep(0.2)
+        raise ServerFailed(f"not healthy after {timeout_s:.0f} s; {self.log}:\n{self.tail()}")
+
+
+_VLLM_CLI = "vllm.entrypoints.cli.main"
+
+
+def free_port() -> int:
+    """A loopback port that nothing listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel to end the server when this process dies without having stopped it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said at start, and the namespace that becomes known while the engine starts."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv import compat, identity
+from vllm_tiered_kv.config import format_size
+from vllm_tiered_kv.geometry import Geometry, describe
+
+if TYPE_CHECKING:
+    from vllm_tiered_kv.compat import KVCacheConfig, VllmConfig
+
+logger = compat.init_logger("vllm_tiered_kv")
+
+PATIENCE = 1.0
+"""Seconds the first line waits for the weights' digest; a remembered one takes none."""
+CANCEL_TIMEOUT = 2.0
+
+
+class NamespaceTask:
+    """Finds the namespace in the background and says it, at the latest with a second line."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
+    ) -> None:
+        self._identity = identity.collect(vllm_config, kv_cache_config, chunk_tokens)
+        self._lock = threading.Lock()
+        self._announced = False
+        self.namespace: identity.Namespace | None = None
+        """None until the weights' digest is known."""
+        self._digester = identity.start_weights(vllm_config, self._done)
+
+    def first_words(self) -> str:
+        """The namespace for the start-up line, or what is still missing of it."""
+        self._digester.join(PATIENCE)
+        with self._lock:
+            self._announced = True
+            if self.namespace is not None:
+                return _words(self.namespace)
+        return "layout " + self._identity.layout.digest[:8] + ", weights being digested"
+
+    def close(self) -> None:
+        self._digester.cancel()
+        self._digester.join(CANCEL_TIMEOUT)
+
+    def _done(self, weights: identity.WeightsResult) -> None:
+        namespace = self._identity.namespace(weights)
+        with self._lock:
+            self.namespace = namespace
+            late = self._announced
+        if late:
+            logger.info("tiered-kv: namespace: %s", _words(namespace))
+
+
+def announce(geometry: Geometry, num_slots: int, ranks: int, namespace: str) -> None:
+    """The start-up line."""
+    logger.info(
+        "tiered-kv: tiers: cpu %s (%d slots on each of %d ranks); chunk: %s; namespace: %s",
+        format_size(num_slots * geometry.slot_bytes * ranks),
+        num_slots,
+        ranks,
+        describe(geometry),
+        namespace,
+    )
+
+
+def warn_about_policy(vllm_config: VllmConfig) -> None:
+    """vLLM's default policy turns a lost chunk into a lost request."""
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        logger.warning(
+            'tiered-kv: kv_load_failure_policy is "%s": a chunk that fails to load will FAIL '
+            "the user's request instead of being recomputed. Set "
+            '"kv_load_failure_policy": "recompute" in --kv-transfer-config.',
+            policy,
+        )
+
+
+def _words(namespace: identity.Namespace) -> str:
+    if namespace.persistent:
+        return namespace.short
+    return f"{namespace.short} (this process only: {namespace.reason})"
