@@ -26,15 +26,22 @@ class NamespaceTask:
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
     ) -> None:
-        self._identity = identity.collect(vllm_config, kv_cache_config, chunk_tokens)
         self._lock = threading.Lock()
         self._announced = False
         self.namespace: identity.Namespace | None = None
-        """None until the weights' digest is known."""
-        self._digester = identity.start_weights(vllm_config, self._done)
+        """None until the weights' digest is known, or where there is none."""
+        self._identity: identity.Identity | None = None
+        self._digester: identity.WeightsDigester | None = None
+        try:
+            self._identity = identity.collect(vllm_config, kv_cache_config, chunk_tokens)
+            self._digester = identity.start_weights(vllm_config, self._done)
+        except Exception:
+            logger.exception("tiered-kv: the namespace cannot be established")
 
     def first_words(self) -> str:
         """The namespace for the start-up line, or what is still missing of it."""
+        if self._digester is None or self._identity is None:
+            return "none (this process only)"
         self._digester.join(PATIENCE)
         with self._lock:
             self._announced = True
@@ -43,10 +50,13 @@ class NamespaceTask:
         return "layout " + self._identity.layout.digest[:8] + ", weights being digested"
 
     def close(self) -> None:
-        self._digester.cancel()
-        self._digester.join(CANCEL_TIMEOUT)
+        if self._digester is not None:
+            self._digester.cancel()
+            self._digester.join(CANCEL_TIMEOUT)
 
     def _done(self, weights: identity.WeightsResult) -> None:
+        if self._identity is None:
+            return
         namespace = self._identity.namespace(weights)
         with self._lock:
             self.namespace = namespace

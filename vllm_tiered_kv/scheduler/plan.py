@@ -55,26 +55,28 @@ def plan_load(
     for group, spec in enumerate(geometry.groups):
         per_chunk = geometry.blocks_per_chunk(group)
         table = block_ids[group]
-        stop = -(-end // spec.block_tokens)
+        start, stop = offer.start // spec.block_tokens, -(-end // spec.block_tokens)
         if stop > len(table):
             return None
-        block = offer.start // spec.block_tokens
-        while block < stop:
-            chunk, first = divmod(block, per_chunk)
-            limit = min(stop, (chunk + 1) * per_chunk)
-            if table[block] == null_block:
+        for chunk in range(start // per_chunk, -(-stop // per_chunk)):
+            head = chunk * per_chunk
+            low = max(start, head)
+            blocks = tuple(table[low : min(stop, head + per_chunk)])
+            if null_block in blocks:
                 if spec.kind is GroupKind.FULL:
                     return None
-                block += 1
-                continue
-            run = block
-            while block < limit and table[block] != null_block:
-                block += 1
+                # The window has left the chunk's first blocks behind.
+                skipped = blocks.count(null_block)
+                if blocks[:skipped] != (null_block,) * skipped:
+                    return None
+                low, blocks = low + skipped, blocks[skipped:]
+                if not blocks:
+                    continue
             source = chunk - offer.first
             slot = offer.nodes[source].slots[group]
             if slot == ABSENT:
                 return None
-            copies.append(BlockCopy(group, slot, first, tuple(table[run:block])))
+            copies.append(BlockCopy(group, slot, low - head, blocks))
             sources.append(source)
     return LoadPlan(tuple(copies), tuple(sources))
 

@@ -80,7 +80,7 @@ class CudaTransfer:
         return complete
 
     def wait(self, timeout: float) -> bool:
-        # Polled, since waiting for an event has no deadline; an eighth of the time too late at most.
+        # Polled: waiting for an event has no deadline. At most an eighth of the time too late.
         start = time.monotonic()
         shortest, longest = _POLL_SECONDS
         while not self.done():
