@@ -35,7 +35,9 @@ typecheck: venv ## mypy --strict
 	@$(BIN)/mypy --strict $(TYPED)
 
 bench: venv ## the quick benchmarks
-	@$(BIN)/python -m benchmarks --quick
+	@$(BIN)/python -m benchmarks.scheduler_cost --quick
+	@$(BIN)/python -m benchmarks.tier_copy --quick
+	@$(BIN)/python -m benchmarks.ab_ttft --quick
 
 peers-env: ## a second environment with the connectors to compare with
 	@PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' tools/peers_env.sh

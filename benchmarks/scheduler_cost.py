@@ -12,6 +12,7 @@ same size: the least that any index in Python can cost.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import time
 from collections.abc import Callable
@@ -70,6 +71,11 @@ def make_request(name: str, hashes: list[bytes], computed: int = 0) -> Any:
     )
 
 
+def look_up_all(index: dict[bytes, None], keys: list[bytes]) -> None:
+    for key in keys:
+        index.get(key)
+
+
 def sample(run: Callable[[], object], repeats: int) -> list[float]:
     """Seconds of each call."""
     times = []
@@ -81,7 +87,7 @@ def sample(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description="what the connector costs the scheduler thread")
     parser.add_argument("--quick", action="store_true", help="an index of 100,000 chunks")
     quick = parser.parse_args().quick
     chunks = 100_000 if quick else 1_000_000
@@ -107,7 +113,7 @@ def main() -> None:
             # fresh objects: a bytes object remembers its hash, a new request's have not
             hashes = [bytes(bytearray(key)) for key in pick(start)]
             request = make_request(f"{arm}{i}", hashes)
-            times += sample(lambda r=request: half.find(r, 0), 1)
+            times += sample(functools.partial(half.find, request, 0), 1)
             half.finished(request, [[]])
         report.add(
             f"look-up, {PROMPT_CHUNKS} of {chunks} chunks",
@@ -120,7 +126,7 @@ def main() -> None:
     times = []
     for start in starts:
         hashes = [bytes(bytearray(key)) for key in keys[start : start + PROMPT_CHUNKS]]
-        times += sample(lambda h=hashes: [bare.get(key) for key in h], 1)
+        times += sample(functools.partial(look_up_all, bare, hashes), 1)
     report.add(
         f"look-up, {PROMPT_CHUNKS} of {chunks} chunks", "bare dict", [t * 1e3 for t in times], "ms"
     )
@@ -131,7 +137,7 @@ def main() -> None:
     for i, start in enumerate(starts[: repeats // 4]):
         request = make_request(f"load{i}", keys[start : start + PROMPT_CHUNKS])
         tokens, _ = half.find(request, 0)
-        times += sample(lambda r=request, n=tokens: half.allocated(r, blocks, n), 1)
+        times += sample(functools.partial(half.allocated, request, blocks, tokens or 0), 1)
         load = half._requests[request.request_id].load
         if load is None:
             raise RuntimeError("the load was not planned")

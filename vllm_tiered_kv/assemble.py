@@ -18,8 +18,9 @@ from vllm_tiered_kv.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import KVCacheConfig, VllmConfig
+from vllm_tiered_kv.log import get_logger
 
-logger = compat.init_logger("vllm_tiered_kv")
+logger = get_logger(__name__)
 
 
 def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerHalf:

@@ -25,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -69,7 +68,6 @@ __all__ = [
     "block_sizes",
     "bytes_per_block",
     "describe_group",
-    "init_logger",
     "register_connector",
     "worker_rank",
     "world_size",

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_tiered_kv import assemble, compat, metrics
+from vllm_tiered_kv.config import ConfigError
+from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.profile import timed
 from vllm_tiered_kv.protocol import StepPlan, WorkerReport
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
         SchedulerOutput,
         VllmConfig,
     )
+
+logger = get_logger(__name__)
 
 
 class StepMetadata(compat.KVConnectorMetadata):  # type: ignore[misc]
@@ -58,6 +62,16 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._bad_blocks: set[int] = set()
+        try:
+            self._build(vllm_config, role, kv_cache_config)
+        except (ConfigError, compat.UnsupportedModel) as error:
+            # vLLM prints a traceback for every process; this line says what is wrong.
+            logger.error("tiered-kv cannot start: %s", error)
+            raise
+
+    def _build(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         if role is compat.KVConnectorRole.SCHEDULER:
             half = assemble.build_scheduler(vllm_config, kv_cache_config)
             self._scheduler: SchedulerHalf = timed(half, "scheduler", half.core.tally.add)
@@ -146,7 +160,8 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
             self._worker.start_stores(plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        outcome: LoadOutcome = self._worker.take_loads()
+        plan = self._plan()
+        outcome: LoadOutcome = self._worker.take_loads(idle=plan is not None and plan.idle)
         self._bad_blocks = outcome.bad_blocks
         return compat.KVConnectorTransferResults(
             finished_recving=outcome.finished, failed_recving=outcome.failed

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log each kind of trouble once; the counters say how often it came."""
+"""Loggers that vLLM shows, and each kind of trouble said once."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from typing import Any
+
+
+def get_logger(module: str) -> logging.Logger:
+    """A module's logger, below ``vllm``: vLLM gives only its own loggers a level and handlers."""
+    return logging.getLogger("vllm." + module.removeprefix("vllm_"))
+
 
 _LINE = "tiered-kv: %s (said once; counted as failures{kind=%r})"
 
@@ -12,7 +18,7 @@ _LINE = "tiered-kv: %s (said once; counted as failures{kind=%r})"
 class OncePerKind:
     """Warns the first time a kind of failure is seen."""
 
-    def __init__(self, logger: Any) -> None:
+    def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._seen: set[str] = set()
         self._lock = threading.Lock()

@@ -7,12 +7,12 @@ workers.
 
 from __future__ import annotations
 
-import logging
+from vllm_tiered_kv.log import get_logger
 
 NAME = "TieredKVConnector"
 MODULE = "vllm_tiered_kv.connector"
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def register() -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from vllm_tiered_kv import metrics
 
-VARIABLE = "VLLM_TIERED_KV_PROFILE"
+VARIABLE = "TIERED_KV_PROFILE"
 """Environment variable; ``1`` feeds ``vllm:tiered_kv_hook_seconds_total``."""
 
 T = TypeVar("T")

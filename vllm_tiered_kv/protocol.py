@@ -76,6 +76,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Load jobs that must end as failed, whatever they have copied."""
     refail: tuple[str, ...] = ()
     """Requests whose success was held back: report them again, as failed."""
+    idle: bool = False
+    """This step computes nothing: a rank may wait a little for its loads."""
 
 
 class JobResult(msgspec.Struct, frozen=True, array_like=True):

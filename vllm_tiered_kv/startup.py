@@ -6,14 +6,15 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from vllm_tiered_kv import compat, identity
+from vllm_tiered_kv import identity
 from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.geometry import Geometry, describe
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import KVCacheConfig, VllmConfig
+from vllm_tiered_kv.log import get_logger
 
-logger = compat.init_logger("vllm_tiered_kv")
+logger = get_logger(__name__)
 
 PATIENCE = 1.0
 """Seconds the first line waits for the weights' digest; a remembered one takes none."""

@@ -26,7 +26,9 @@ class Bench:
         self.fail_slots: set[int] = set()
         self.copied: list[int] = []
         self.now = 0.0
-        self.lane = Lane(Direction.LOAD, self._copy, self._end, threads, clock=lambda: self.now)
+        self.lane = Lane(
+            Direction.LOAD, self._copy, self._end, threads, PIECE_BYTES, clock=lambda: self.now
+        )
 
     def _copy(self, direction: Direction, copies: Sequence[BlockCopy], after: object) -> int:
         self.entered.release()

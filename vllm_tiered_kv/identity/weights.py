@@ -8,7 +8,6 @@ minutes to read; until it is known, chunks stay in the process.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -24,8 +23,9 @@ from vllm_tiered_kv.identity.namespace import Established, Unestablished, Weight
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import VllmConfig
+from vllm_tiered_kv.log import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _NICENESS = 10
 """Of the thread, added to the process's: tokens come first."""

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from vllm_tiered_kv import compat, metrics
+from vllm_tiered_kv import metrics
 from vllm_tiered_kv.geometry import Geometry
-from vllm_tiered_kv.log import OncePerKind
+from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.scheduler.index import ChunkIndex
 from vllm_tiered_kv.scheduler.jobs import JobLedger
 
-logger = compat.init_logger("vllm_tiered_kv.scheduler")
+logger = get_logger(__name__)
 
 TIER = "cpu"
 

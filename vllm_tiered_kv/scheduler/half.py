@@ -125,6 +125,7 @@ class SchedulerHalf:
             tuple(stores.fences),
             tuple(loads.cancels),
             tuple(loads.refail),
+            not output.num_scheduled_tokens,
         )
         for sent in (loads.jobs, stores.jobs, stores.fences, loads.cancels, loads.refail):
             sent.clear()

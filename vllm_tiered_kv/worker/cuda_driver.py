@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import logging
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_tiered_kv.log import get_logger
+
 Int64s = npt.NDArray[np.int64]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _SUCCESS = 0
 _HOST_REGISTER_PORTABLE = 1

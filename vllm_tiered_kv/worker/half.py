@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from vllm_tiered_kv import compat, metrics
+from vllm_tiered_kv import metrics
 from vllm_tiered_kv.channel import WorkerEndpoint
 from vllm_tiered_kv.geometry import Geometry
 from vllm_tiered_kv.layout import GroupPages, group_pages
-from vllm_tiered_kv.log import OncePerKind
+from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.protocol import (
     MAX_RESULTS,
     BlockCopy,
@@ -36,12 +36,21 @@ from vllm_tiered_kv.protocol import (
     WorkerReport,
 )
 from vllm_tiered_kv.worker.copy import BlockCopies, Copier, CopyError, open_copier
-from vllm_tiered_kv.worker.mover import COPY_TIMEOUT, CopyJob, Lane
+from vllm_tiered_kv.worker.cpus import copy_cpus
+from vllm_tiered_kv.worker.mover import (
+    COPY_TIMEOUT,
+    HOST_PIECE_BYTES,
+    PIECE_BYTES,
+    CopyJob,
+    Lane,
+)
 from vllm_tiered_kv.worker.pool import HostPool, PoolError
 
-logger = compat.init_logger("vllm_tiered_kv.worker")
+logger = get_logger(__name__)
 
 LOAD_THREADS = 2
+IDLE_WAIT = 0.003
+"""Seconds a step that computes nothing waits for a load to end."""
 CLOSE_TIMEOUT = 5.0
 
 
@@ -91,6 +100,7 @@ class WorkerHalf:
         self._channel: WorkerEndpoint | None = None
         self._trouble = OncePerKind(logger)
         self._lock = threading.Lock()
+        self._load_ended_event = threading.Condition(self._lock)
         self._load_results: list[JobResult] = []  # engine thread only
         self._results: list[JobResult] = []  # stores, not yet in worker metadata
         self._counts = metrics.Tally()
@@ -130,9 +140,13 @@ class WorkerHalf:
         pool.prefault()
         self._slot_bytes = slot_bytes
         self._pool, self._copier = pool, copier
+        piece = PIECE_BYTES if self._on_device() else HOST_PIECE_BYTES
+        every, spare = copy_cpus()
         self._lanes = {
-            Direction.LOAD: Lane(Direction.LOAD, self._copy, self._load_ended, LOAD_THREADS),
-            Direction.STORE: Lane(Direction.STORE, self._copy, self._store_ended),
+            Direction.LOAD: Lane(
+                Direction.LOAD, self._copy, self._load_ended, LOAD_THREADS, piece, every
+            ),
+            Direction.STORE: Lane(Direction.STORE, self._copy, self._store_ended, 1, piece, spare),
         }
         if setup.endpoint:
             self._channel = WorkerEndpoint(setup.endpoint)
@@ -167,10 +181,18 @@ class WorkerHalf:
         after = self._copier.mark()
         lane.submit([self._store_job(store, after) for store in plan.stores])
 
-    def take_loads(self) -> LoadOutcome:
-        """Loads that ended since the last call; each request once."""
+    def take_loads(self, *, idle: bool = False) -> LoadOutcome:
+        """Loads that ended since the last call; each request once.
+
+        Args:
+            idle: this step computes nothing, and neither can the next before a load ends:
+                wait for it a little here, where waiting keeps nobody from anything, rather
+                than spin through steps that take the copying threads' time.
+        """
         outcome = LoadOutcome()
         with self._lock:
+            if idle and self._loads and not self._ended:
+                self._load_ended_event.wait(IDLE_WAIT)
             ended, self._ended = self._ended, []
         for result in ended:
             load = self._loads.pop(result.job, None)
@@ -221,6 +243,9 @@ class WorkerHalf:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    def _on_device(self) -> bool:
+        return any(row.is_cuda for group in self._groups for row in group.rows)
 
     # -- jobs ---------------------------------------------------------------------------
 
@@ -290,6 +315,7 @@ class WorkerHalf:
     def _load_ended(self, result: JobResult) -> None:
         with self._lock:
             self._ended.append(result)
+            self._load_ended_event.notify_all()
 
     def _store_ended(self, result: JobResult) -> None:
         with self._lock:

@@ -8,6 +8,8 @@ decided once, when its last piece is done and nothing writes any more.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -17,7 +19,12 @@ from typing import Any
 from vllm_tiered_kv.protocol import BlockCopy, Direction, JobResult, JobStatus
 
 PIECE_BYTES = 8 << 20
-"""A piece: large enough to be efficient, small enough not to hold the copy engines."""
+"""A device's piece: large enough to be efficient, small enough not to hold the copy engines."""
+HOST_PIECE_BYTES = 64 << 20
+"""In host memory a piece is one call without the GIL: the fewer, the less often a thread waits
+for a main thread that spins."""
+WORTH_SHARING = 4 << 20
+"""Below this a job's bytes are not divided over a lane's threads."""
 COPY_TIMEOUT = 60.0
 """Seconds after which a device copy counts as hung."""
 IDLE_SECONDS = 5.0
@@ -73,6 +80,8 @@ class Lane:
         copy: copies one piece.
         on_end: told each job's result once; on a lane thread, never under the lane's lock.
         threads: how many pieces may be copied at once.
+        piece_bytes: the most bytes of a piece of more than one copy.
+        cpus: processors the threads may use; empty: those of the process.
     """
 
     def __init__(
@@ -81,9 +90,13 @@ class Lane:
         copy: CopyPiece,
         on_end: Callable[[JobResult], None],
         threads: int = 1,
+        piece_bytes: int = PIECE_BYTES,
+        cpus: Iterable[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._direction = direction
+        self._piece_bytes = piece_bytes
+        self._cpus = frozenset(cpus)
         self._copy = copy
         self._on_end = on_end
         self._clock = clock
@@ -108,7 +121,7 @@ class Lane:
                     dropped.append(self._result(job))
                     continue
                 self._jobs[job.job] = job
-                pieces = list(_pieces(job.sizes)) or [()]
+                pieces = list(self._pieces(job.sizes)) or [()]
                 job.pending = len(pieces)
                 self._queue.extend((job, piece) for piece in pieces)
             self._wake.notify_all()
@@ -145,6 +158,9 @@ class Lane:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
+        if self._cpus:
+            with contextlib.suppress(OSError):  # a processor went away: run where we are
+                os.sched_setaffinity(0, self._cpus)
         while True:
             with self._wake:
                 while not self._queue and not self._closing:
@@ -187,16 +203,19 @@ class Lane:
             job.job, self._direction, status, tuple(sorted(job.failed)), job.nbytes, seconds
         )
 
-
-def _pieces(sizes: Sequence[int]) -> Iterable[tuple[int, ...]]:
-    """Cut a job's copies into runs of about :data:`PIECE_BYTES`."""
-    run: list[int] = []
-    total = 0
-    for i, size in enumerate(sizes):
-        if run and total + size > PIECE_BYTES:
+    def _pieces(self, sizes: Sequence[int]) -> Iterable[tuple[int, ...]]:
+        """Cut a job's copies into runs: bounded, and a fair share for each thread."""
+        total = sum(sizes)
+        limit = self._piece_bytes
+        if total >= WORTH_SHARING:
+            limit = min(limit, -(-total // len(self._threads)))
+        run: list[int] = []
+        filled = 0
+        for i, size in enumerate(sizes):
+            if run and filled + size > limit:
+                yield tuple(run)
+                run, filled = [], 0
+            run.append(i)
+            filled += size
+        if run:
             yield tuple(run)
-            run, total = [], 0
-        run.append(i)
-        total += size
-    if run:
-        yield tuple(run)

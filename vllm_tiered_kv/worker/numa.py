@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from vllm_tiered_kv.log import get_logger
+
+logger = get_logger(__name__)
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import math
 import mmap
 import os
@@ -19,10 +18,11 @@ import time
 
 import torch
 
+from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.worker.cuda_driver import CudaDriver, DriverError, open_driver
 from vllm_tiered_kv.worker.numa import bind_calling_thread, cpus_near_pci_device
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PIN_PIECE_BYTES = 256 << 20
 """About this much is pinned at a time; a piece is a whole number of slots."""

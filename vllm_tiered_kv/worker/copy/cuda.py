@@ -17,7 +17,6 @@ the driver. The ways of copying and the addresses are those that run there.
 from __future__ import annotations
 
 import enum
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -25,12 +24,13 @@ from collections.abc import Sequence
 import torch
 
 from vllm_tiered_kv.layout import GroupPages
+from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.worker.copy.base import BlockCopies, CopyError, Direction
 from vllm_tiered_kv.worker.copy.plan import Bundle, GroupPlan, Request, bundles, check
 from vllm_tiered_kv.worker.cuda_driver import CudaDriver, SourceOrder, open_driver
 from vllm_tiered_kv.worker.pool import HostPool
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 GATHER_BELOW_BYTES = 28 << 10
 """Mean page size below which GATHER is taken."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import logging
 import mmap
 import platform
 from array import array
@@ -23,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.worker.copy.base import Direction
 from vllm_tiered_kv.worker.copy.plan import Request
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _VECTOR = 64  # bytes: a cache line
 _UNROLL = 2  # vectors a stream and turn
