@@ -105,7 +105,7 @@ def _num_slots(options: Options, geometry: Geometry, ranks: int) -> int:
 def _endpoint() -> SchedulerEndpoint | None:
     try:
         return SchedulerEndpoint()
-    except (OSError, zmq.ZMQError) as error:
+    except zmq.ZMQError as error:
         logger.warning(
             "tiered-kv: no side channel (%s): stores that end while the engine is idle are "
             "known one step later",

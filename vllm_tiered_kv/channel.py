@@ -3,9 +3,11 @@
 
 Nothing wakes an idle engine, so a store that ends after the last step would be known only
 after the next request's look-up. The ranks therefore push their reports over a local
-ZeroMQ socket as well, and the scheduler half drains it at the start of its hooks. The
-socket lies in a folder that only this user can enter; who can write to it is trusted as
-this process is.
+ZeroMQ socket as well, and the scheduler half drains it at the start of its hooks.
+
+The socket lies in Linux's abstract namespace: there is no file that a killed engine could
+leave behind. Whoever runs on the host could write to it, so each message begins with a
+secret that travels only with the plans; without it nothing is parsed.
 
 Losing the channel loses nothing but promptness: every report also travels with vLLM's
 worker metadata, and results count once however often they come.
@@ -13,10 +15,9 @@ worker metadata, and results count once however often they come.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import hmac
+import secrets
 import threading
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -25,19 +26,20 @@ from vllm_tiered_kv.protocol import WorkerReport, decode_report, encode_report
 
 _QUEUE = 1024  # messages
 _MAX_MESSAGE = 1 << 20  # bytes
+_SECRET = 16  # bytes
 
 
 class SchedulerEndpoint:
     """The receiving end. Scheduler thread only."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="vllm-tiered-kv-"))  # mode 0700
+        self.address = f"ipc://@vllm-tiered-kv-{secrets.token_hex(16)}"
+        self.secret = secrets.token_bytes(_SECRET)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUE)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self.address = f"ipc://{self._folder / 'reports'}"
         try:
             self._socket.bind(self.address)
         except zmq.ZMQError:
@@ -54,8 +56,11 @@ class SchedulerEndpoint:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.ZMQError:  # nothing there, or closed
                 break
+            if not hmac.compare_digest(data[:_SECRET], self.secret):
+                self.malformed += 1
+                continue
             try:
-                reports.append(decode_report(data))
+                reports.append(decode_report(data[_SECRET:]))
             except msgspec.DecodeError:
                 self.malformed += 1
         return reports
@@ -63,13 +68,13 @@ class SchedulerEndpoint:
     def close(self) -> None:
         self._socket.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class WorkerEndpoint:
     """The sending end of one rank; any thread. Never waits, never raises."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, secret: bytes) -> None:
+        self._secret = secret
         self._lock = threading.Lock()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
@@ -87,7 +92,7 @@ class WorkerEndpoint:
             if self._closed:
                 return False
             try:
-                self._socket.send(encode_report(report), zmq.NOBLOCK)
+                self._socket.send(self._secret + encode_report(report), zmq.NOBLOCK)
             except zmq.ZMQError:
                 return False
             return True

@@ -60,6 +60,8 @@ class Setup(msgspec.Struct, frozen=True, array_like=True):
 
     endpoint: str
     """Side channel address of the scheduler half; empty: none."""
+    secret: bytes
+    """What messages on the side channel begin with."""
     num_slots: int
     chunk_tokens: int
 

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import stat
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -58,32 +56,40 @@ def receive(endpoint: SchedulerEndpoint, count: int) -> list[WorkerReport]:
     return got
 
 
-def test_reports_arrive_and_garbage_is_counted() -> None:
+def test_reports_arrive_and_what_is_none_is_counted() -> None:
     endpoint = SchedulerEndpoint()
-    folder = Path(endpoint.address.removeprefix("ipc://")).parent
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    worker = WorkerEndpoint(endpoint.address)
+    worker = WorkerEndpoint(endpoint.address, endpoint.secret)
     report = WorkerReport(1, (JobResult(5, Direction.STORE, JobStatus.DONE),))
     try:
         assert endpoint.drain() == []
         with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
             stranger.connect(endpoint.address)
-            stranger.send(b"\xc1 not a report")
+            stranger.send(encode_report(report))  # well formed, but from nobody we know
+            stranger.send(b"x" * 16 + encode_report(report))
+            stranger.send(endpoint.secret + b"\xc1 not a report")
+            stranger.send(b"")
             assert worker.send(report)
             assert receive(endpoint, 1) == [report]
             deadline = time.monotonic() + 10
-            while not endpoint.malformed and time.monotonic() < deadline:
-                endpoint.drain()
-        assert endpoint.malformed == 1
+            while endpoint.malformed < 4 and time.monotonic() < deadline:
+                assert endpoint.drain() == []
+        assert endpoint.malformed == 4
     finally:
         worker.close()
         endpoint.close()
-    assert not folder.exists()
     assert worker.send(report) is False
 
 
+def test_two_engines_do_not_share_a_channel() -> None:
+    one, two = SchedulerEndpoint(), SchedulerEndpoint()
+    assert one.address != two.address
+    assert one.secret != two.secret
+    one.close()
+    two.close()
+
+
 def test_a_worker_without_a_scheduler_never_waits() -> None:
-    worker = WorkerEndpoint("ipc:///nonexistent/place")
+    worker = WorkerEndpoint("ipc://@nobody listens here", b"s" * 16)
     report = WorkerReport(0)
     sent = [worker.send(report) for _ in range(2000)]
     assert not all(sent)

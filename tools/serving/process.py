@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,9 @@ import msgspec
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
+_VLLM_CLI = "vllm.entrypoints.cli.main"
+# What vLLM's logger prints at level ERROR, but no line of a stack trace.
+_ERROR = re.compile(r" ERROR [^\]]*\] (?!Traceback )(\S.*)")
 
 # Nothing leaves the machine: no hub look-ups, no usage reports.
 _ENVIRONMENT = {
@@ -38,7 +42,7 @@ _ENVIRONMENT = {
 
 
 class ServerFailed(RuntimeError):
-    """The server did not become healthy; the message ends with the last lines of its log."""
+    """The server did not become healthy; the message has its errors and its log's last lines."""
 
 
 class ServeSpec(msgspec.Struct, frozen=True):
@@ -127,6 +131,19 @@ class Server:
         except OSError as error:
             return f"(no log: {error})"
 
+    def errors(self, limit: int = 15) -> list[str]:
+        """The first distinct errors in the log, without stack traces."""
+        found: dict[str, None] = {}
+        try:
+            with self.log.open(encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    match = _ERROR.search(line)
+                    if match is not None and len(found) < limit:
+                        found[match[1]] = None
+        except OSError:
+            return []
+        return list(found)
+
     def stop(self, grace_s: float = 20.0) -> None:
         """End the server: a polite signal, then a kill of its whole process group."""
         if self.alive():
@@ -153,16 +170,17 @@ class Server:
         with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as http:
             while time.monotonic() < deadline:
                 if not self.alive():
-                    code = self._process.returncode
-                    raise ServerFailed(f"the server exited with {code}; {self.log}:\n{self.tail()}")
+                    raise self._failure(f"the server exited with {self._process.returncode}")
                 with contextlib.suppress(httpx.HTTPError):
                     if http.get("/health").status_code == 200:
                         return
                 time.sleep(0.2)
-        raise ServerFailed(f"not healthy after {timeout_s:.0f} s; {self.log}:\n{self.tail()}")
+        raise self._failure(f"the server was not healthy after {timeout_s:.0f} s")
 
-
-_VLLM_CLI = "vllm.entrypoints.cli.main"
+    def _failure(self, what: str) -> ServerFailed:
+        # vLLM's processes each log a stack trace; the cause is far above the last lines.
+        parts = [what, *self.errors(), f"--- the end of {self.log}:", self.tail()]
+        return ServerFailed("\n".join(parts))
 
 
 def free_port() -> int:

@@ -55,6 +55,7 @@ class SchedulerHalf:
         self._endpoint = endpoint
         self._setup = Setup(
             endpoint.address if endpoint else "",
+            endpoint.secret if endpoint else b"",
             settings.num_slots,
             settings.geometry.chunk_tokens,
         )

@@ -149,7 +149,7 @@ class WorkerHalf:
             Direction.STORE: Lane(Direction.STORE, self._copy, self._store_ended, 1, piece, spare),
         }
         if setup.endpoint:
-            self._channel = WorkerEndpoint(setup.endpoint)
+            self._channel = WorkerEndpoint(setup.endpoint, setup.secret)
 
     # -- the step, in vLLM's order ----------------------------------------------------
 

@@ -72,7 +72,7 @@ def _integers(values: Sequence[int], end: int, what: str) -> array[int]:
         integers = array("q", values)
     except (TypeError, OverflowError) as error:
         raise CopyError(f"A {what} is not a number that fits: {error}") from error
-    low, high = min(integers), max(integers)
+    low, high = min(values), max(values)
     if low < 0 or high >= end:
         raise CopyError(f"A {what} is out of range: {low if low < 0 else high} of {end}.")
     return integers
