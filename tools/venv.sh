@@ -48,7 +48,7 @@ fi
     echo "warning: the pinned versions are for Python 3.11, $PYTHON is another version" >&2
 
 need_libnuma
-echo "setting up .venv (vLLM's CPU build; about 2 GB, 2 minutes)"
+echo "setting up .venv (vLLM's CPU build; about 2.6 GB, 2 to 4 minutes)"
 rm -f "$STAMP"
 # Moved from elsewhere, or half made: start again.
 if [[ -e $VENV && $(sed -n 's/^command = .* //p' "$VENV/pyvenv.cfg" 2>/dev/null) != "$VENV" ]]; then
