@@ -17,7 +17,7 @@ from demo.scenario import (
     Step,
     Transcript,
 )
-from tools.serving import Client, Completion, Metrics, ServeSpec
+from tools.serving import Client, Completion, Metrics, ServeSpec, compute_cpus
 
 _FINISHED = "vllm:request_success_total"
 _DEVICE_HITS = "vllm:prefix_cache_hits_total"
@@ -48,11 +48,13 @@ def serve_spec(model: Path, capacity: str | None) -> ServeSpec:
         "--enable-prompt-tokens-details",
         "--served-model-name=tiny",
     )
+    env = {"VLLM_CPU_OMP_THREADS_BIND": compute_cpus()}
     if capacity is None:
-        return ServeSpec.make(model, args)
+        return ServeSpec.make(model, args, env=env)
     return ServeSpec.make(
         model,
         args,
+        env=env,
         kv_transfer_config={
             "kv_connector": "TieredKVConnector",
             "kv_role": "kv_both",

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from benchmarks._report import machine_facts
 from benchmarks.ab_ttft.arms import PEERS_ENVIRONMENT, Arm
 from benchmarks.ab_ttft.measure import TAIL_TOKENS, Workload
-from benchmarks.ab_ttft.servers import compute_cpus
+from tools.serving import compute_cpus
 
 PARTIAL_MARK = "Quick or partial run"
 _BUSY_LOAD = 0.5

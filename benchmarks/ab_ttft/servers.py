@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.ab_ttft.arms import Arm, Setup, connector, example_folder, interpreter
 from benchmarks.ab_ttft.client import Answer, BenchmarkFailed, Connection
 from benchmarks.ab_ttft.cpu import CpuClock
-from tools.serving import Metrics, Server, ServeSpec
+from tools.serving import Metrics, Server, ServeSpec, compute_cpus
 from tools.serving.process import free_port
 
 _BLOCK_TOKENS = 128
@@ -100,16 +100,6 @@ def running(arm: Arm, setup: Setup) -> Iterator[Engine]:
         connection = Connection(server.port)
         stack.callback(connection.close)
         yield Engine(arm, setup, connection, clock, server)
-
-
-def compute_cpus() -> str:
-    """The cores that compute, for every arm: all but one, which is left to the other processes.
-
-    What vLLM does by itself without a connector. With any connector it leaves one core more, which
-    compares different numbers of threads.
-    """
-    cpus = sorted(os.sched_getaffinity(0))
-    return ",".join(map(str, cpus[:-1] or cpus))
 
 
 class _VenvServer(Server):

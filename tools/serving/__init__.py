@@ -3,7 +3,7 @@
 
 from tools.serving.client import Client, Completion, RequestFailed
 from tools.serving.metrics import Metrics
-from tools.serving.process import Server, ServerFailed, ServeSpec
+from tools.serving.process import Server, ServerFailed, ServeSpec, compute_cpus
 
 __all__ = [
     "Client",
@@ -13,4 +13,5 @@ __all__ = [
     "ServeSpec",
     "Server",
     "ServerFailed",
+    "compute_cpus",
 ]

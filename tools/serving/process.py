@@ -183,6 +183,17 @@ class Server:
         return ServerFailed("\n".join(parts))
 
 
+def compute_cpus() -> str:
+    """For ``VLLM_CPU_OMP_THREADS_BIND``, the same for all servers that are compared.
+
+    All processors but one, which is left to the other processes: what vLLM does by itself
+    without a connector. With any connector it leaves one more, and then servers with and
+    without one compute on different numbers of threads.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    return ",".join(map(str, cpus[:-1] or cpus))
+
+
 def free_port() -> int:
     """A loopback port that nothing listens on now."""
     with socket.socket() as sock:

@@ -36,7 +36,7 @@ from vllm_tiered_kv.protocol import (
     WorkerReport,
 )
 from vllm_tiered_kv.worker.copy import BlockCopies, Copier, CopyError, open_copier
-from vllm_tiered_kv.worker.cpus import copy_cpus
+from vllm_tiered_kv.worker.cpus import NO_CPUS, copy_cpus
 from vllm_tiered_kv.worker.mover import (
     COPY_TIMEOUT,
     HOST_PIECE_BYTES,
@@ -140,8 +140,10 @@ class WorkerHalf:
         pool.prefault()
         self._slot_bytes = slot_bytes
         self._pool, self._copier = pool, copier
-        piece = PIECE_BYTES if self._on_device() else HOST_PIECE_BYTES
-        every, spare = copy_cpus()
+        piece, every, spare = PIECE_BYTES, NO_CPUS, NO_CPUS
+        if not self._on_device():
+            piece = HOST_PIECE_BYTES
+            every, spare = copy_cpus()
         self._lanes = {
             Direction.LOAD: Lane(
                 Direction.LOAD, self._copy, self._load_ended, LOAD_THREADS, piece, every
