@@ -39,7 +39,12 @@ CHUNKS = Metric(
     "chunks", ("event", "tier"), "Chunks: stored, loaded, evicted, dropped (not stored), failed."
 )
 FAILURES = Metric("failures", ("kind",), "What went wrong, by kind.")
-HOOK_SECONDS = Metric("hook_seconds", ("half", "hook"), "Seconds spent on the engine's threads.")
+HOOK_SECONDS = Metric(
+    "hook_seconds",
+    ("half", "hook", "clock"),
+    "Seconds in our hooks on the engine's threads: of processor time (cpu), and with what "
+    "other threads took meanwhile (wall).",
+)
 COUNTERS = (LOOKUPS, HIT_TOKENS, BYTES, SECONDS, CHUNKS, FAILURES, HOOK_SECONDS)
 
 CAPACITY = Metric("capacity_bytes", ("tier",), "Size of the tier, over all ranks.")

@@ -29,15 +29,17 @@ class _Timed:
         value = getattr(self._target, name)
         if not callable(value):
             return value
-        key = metrics.HOOK_SECONDS.key(self._half, name)
+        wall = metrics.HOOK_SECONDS.key(self._half, name, "wall")
+        cpu = metrics.HOOK_SECONDS.key(self._half, name, "cpu")
 
         @functools.wraps(value)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.thread_time()
             try:
                 return value(*args, **kwargs)
             finally:
-                self._count(key, time.perf_counter() - start)
+                self._count(cpu, time.thread_time() - cpu_start)
+                self._count(wall, time.perf_counter() - start)
 
         setattr(self, name, timed)  # found directly from now on
         return timed

@@ -100,7 +100,9 @@ def test_hooks_are_timed_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch
     timed = profile.timed(half, "scheduler", counts.__setitem__)
     assert timed.value == 7
     assert timed.hook(1) == timed.hook(1) == 8
-    assert set(counts) == {metrics.HOOK_SECONDS.key("scheduler", "hook")}
+    assert set(counts) == {
+        metrics.HOOK_SECONDS.key("scheduler", "hook", clock) for clock in ("cpu", "wall")
+    }
 
 
 def test_each_kind_of_trouble_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,6 +49,8 @@ from vllm_tiered_kv.worker.pool import HostPool, PoolError
 logger = get_logger(__name__)
 
 LOAD_THREADS = 2
+STORE_NICE = 10
+"""Stores in host memory stand back behind the threads that answer requests."""
 IDLE_WAIT = 0.003
 """Seconds a step that computes nothing waits for a load to end."""
 CLOSE_TIMEOUT = 5.0
@@ -140,18 +142,33 @@ class WorkerHalf:
         pool.prefault()
         self._slot_bytes = slot_bytes
         self._pool, self._copier = pool, copier
-        piece, every, spare = PIECE_BYTES, NO_CPUS, NO_CPUS
-        if not self._on_device():
-            piece = HOST_PIECE_BYTES
-            every, spare = copy_cpus()
-        self._lanes = {
-            Direction.LOAD: Lane(
-                Direction.LOAD, self._copy, self._load_ended, LOAD_THREADS, piece, every
-            ),
-            Direction.STORE: Lane(Direction.STORE, self._copy, self._store_ended, 1, piece, spare),
-        }
+        self._open_lanes()
         if setup.endpoint:
             self._channel = WorkerEndpoint(setup.endpoint, setup.secret)
+
+    def _open_lanes(self) -> None:
+        """A lane a direction; in host memory the copying itself takes place on its threads."""
+        on_device = any(row.is_cuda for group in self._groups for row in group.rows)
+        piece_bytes = PIECE_BYTES if on_device else HOST_PIECE_BYTES
+        every, spare = (NO_CPUS, NO_CPUS) if on_device else copy_cpus()
+        self._lanes = {
+            Direction.LOAD: Lane(
+                Direction.LOAD,
+                self._copy,
+                self._load_ended,
+                threads=LOAD_THREADS,
+                piece_bytes=piece_bytes,
+                cpus=every,
+            ),
+            Direction.STORE: Lane(
+                Direction.STORE,
+                self._copy,
+                self._store_ended,
+                piece_bytes=piece_bytes,
+                cpus=spare,
+                nice=0 if on_device else STORE_NICE,
+            ),
+        }
 
     # -- the step, in vLLM's order ----------------------------------------------------
 
@@ -245,9 +262,6 @@ class WorkerHalf:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-    def _on_device(self) -> bool:
-        return any(row.is_cuda for group in self._groups for row in group.rows)
 
     # -- jobs ---------------------------------------------------------------------------
 

@@ -82,6 +82,7 @@ class Lane:
         threads: how many pieces may be copied at once.
         piece_bytes: the most bytes of a piece of more than one copy.
         cpus: processors the threads may use; empty: those of the process.
+        nice: how much the threads stand back behind others that want to run.
     """
 
     def __init__(
@@ -92,11 +93,13 @@ class Lane:
         threads: int = 1,
         piece_bytes: int = PIECE_BYTES,
         cpus: Iterable[int] = (),
+        nice: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._direction = direction
         self._piece_bytes = piece_bytes
         self._cpus = frozenset(cpus)
+        self._nice = nice
         self._copy = copy
         self._on_end = on_end
         self._clock = clock
@@ -158,8 +161,10 @@ class Lane:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        if self._cpus:
-            with contextlib.suppress(OSError):  # a processor went away: run where we are
+        with contextlib.suppress(OSError):  # not allowed, or a processor went: run as we are
+            if self._nice:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
+            if self._cpus:
                 os.sched_setaffinity(0, self._cpus)
         while True:
             with self._wake:
