@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import zmq
@@ -34,7 +35,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     warn_about_policy(vllm_config)
     geometry = _geometry(vllm_config, kv_cache_config, options)
     ranks = compat.world_size(vllm_config)
-    num_slots = _num_slots(options, geometry, ranks)
+    num_slots = _num_slots(vllm_config, options, geometry, ranks)
     settings = SchedulerSettings(
         geometry,
         num_slots,
@@ -62,7 +63,8 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         [tuple(group.layer_names) for group in groups],
         kv_cache_config.num_blocks,
         [group.block_tokens for group in geometry.groups],
-        report_blocks=len(groups) == 1,
+        # vLLM computes again from the first bad block on: that needs every block before it.
+        report_blocks=len(groups) == 1 and not geometry.has_windows,
     )
 
 
@@ -90,9 +92,10 @@ def _geometry(
     )
 
 
-def _num_slots(options: Options, geometry: Geometry, ranks: int) -> int:
+def _num_slots(vllm_config: VllmConfig, options: Options, geometry: Geometry, ranks: int) -> int:
     """Slots on each rank; a chunk takes one a KV cache group."""
-    slot = geometry.slot_bytes * ranks
+    share = compat.largest_layer_share(vllm_config)
+    slot = math.ceil(geometry.slot_bytes * share) * ranks
     check_capacity(
         "cpu.capacity",
         options.cpu.capacity,

@@ -16,6 +16,7 @@ worker metadata, and results count once however often they come.
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 import threading
 
@@ -25,7 +26,7 @@ import zmq
 from vllm_tiered_kv.protocol import WorkerReport, decode_report, encode_report
 
 _QUEUE = 1024  # messages
-_MAX_MESSAGE = 1 << 20  # bytes
+_MAX_MESSAGE = 4096  # bytes: a report here is one result
 _SECRET = 16  # bytes
 
 
@@ -41,6 +42,8 @@ class SchedulerEndpoint:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
+            # The queue's bound is one of each connection: nobody else may open any.
+            self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
             self._socket.bind(self.address)
         except zmq.ZMQError:
             self.close()
@@ -76,14 +79,15 @@ class WorkerEndpoint:
     def __init__(self, address: str, secret: bytes) -> None:
         self._secret = secret
         self._lock = threading.Lock()
+        self._closed = True
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._closed = False
         try:
+            self._socket = self._context.socket(zmq.PUSH)
+            self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._closed = False
             self._socket.connect(address)
-        except zmq.ZMQError:
+        except zmq.ZMQError:  # such as too many open files: worker metadata is enough
             self.close()
 
     def send(self, report: WorkerReport) -> bool:

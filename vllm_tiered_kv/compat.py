@@ -146,6 +146,19 @@ def context_parallel_size(vllm_config: VllmConfig) -> int:
     return int(vllm_config.parallel_config.decode_context_parallel_size)
 
 
+def largest_layer_share(vllm_config: VllmConfig) -> float:
+    """Layers of the rank that has the most, per layer of the first rank (pipelines differ)."""
+    stages = int(vllm_config.parallel_config.pipeline_parallel_size)
+    if stages == 1:
+        return 1.0
+    from vllm.distributed.utils import get_pp_indices
+
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    bounds = [get_pp_indices(total, stage, stages) for stage in range(stages)]
+    layers = [end - start for start, end in bounds]
+    return float(max(layers) / max(1, layers[0]))
+
+
 def has_prefix_caching(vllm_config: VllmConfig) -> bool:
     """Whether vLLM's own prefix cache on the device is on."""
     return bool(vllm_config.cache_config.enable_prefix_caching)
@@ -158,8 +171,19 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         UnsupportedModel: the message says what and why.
     """
     speculative = vllm_config.speculative_config
+    model = vllm_config.model_config
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        raise UnsupportedModel(
+            "this pooling model needs the whole prompt in one pass: it cannot go on from a prefix"
+        )
+    if model.enable_sleep_mode:
+        raise UnsupportedModel(
+            "sleep mode is not supported yet: it takes KV memory away while chunks are copied"
+        )
     drafts = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
-    if drafts or (speculative is not None and speculative.use_eagle()):
+    if speculative is not None:
+        drafts = drafts or speculative.use_eagle() or speculative.uses_draft_model()
+    if drafts:
         raise UnsupportedModel(
             "speculative decoding with a draft model that has KV of its own (EAGLE, MTP) is not "
             "supported yet: its last block lags behind the tokens"

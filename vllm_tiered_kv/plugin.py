@@ -26,5 +26,5 @@ def register() -> None:
         from vllm_tiered_kv.compat import register_connector
 
         register_connector(NAME, MODULE, NAME)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - vLLM calls this in engines that do not use us
         logger.warning("%s is not available with this vLLM: %s", NAME, error)

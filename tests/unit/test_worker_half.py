@@ -206,6 +206,43 @@ def test_blocks_outside_the_cache_are_a_failure_and_touch_nothing(rank: Rank) ->
     assert [rank.block(i) for i in range(BLOCKS)] == before
 
 
+def test_stores_a_runner_never_came_to_start_with_the_next_step(rank: Rank) -> None:
+    stores = tuple(StoreJob(i, (BlockCopy(0, i, 0, (i, i + 4)),)) for i in (1, 2))
+    first = StepPlan(SETUP, stores=stores)
+    rank.half.before_step(first)
+    rank.half.before_step(first)  # a runner that says it twice
+    rank.half.start_loads(first)
+    assert rank.half.take_report() is None
+    want = rank.block(1)
+    _, results = rank.until(lambda _, r: len(r) == 2, fences=(2,))
+    assert {r.job: r.status for r in results} == {1: JobStatus.DONE, 2: JobStatus.DROPPED}
+    assert bytes(rank.half._pool.tensor[rank.half._slot_bytes :][: len(want)].tolist()) == want
+
+
+def test_a_load_that_hangs_is_not_reported_before_it_ends(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.store()
+    waits = []
+
+    class Slow:
+        def wait(self, timeout: float) -> bool:
+            waits.append(timeout)
+            return len(waits) > 3
+
+    class Device:
+        def mark(self) -> None: ...
+        def close(self) -> None: ...
+        def submit(self, *_: object) -> Slow:
+            return Slow()
+
+    monkeypatch.setattr(rank.half, "_copier", Device())
+    outcome, results = rank.until(lambda o, _: bool(o.finished), loads=(rank.load_job((0, 6)),))
+    assert len(waits) > 3
+    assert not outcome.failed
+    assert results[-1].status is JobStatus.DONE
+
+
 def test_a_changed_plan_of_the_same_set_up_opens_nothing_twice(rank: Rank) -> None:
     rank.step()
     pool = rank.half._pool

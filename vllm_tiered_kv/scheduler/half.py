@@ -63,6 +63,7 @@ class SchedulerHalf:
         self._gauges: dict[str, float] = {}
         self._evicted = 0
         self._malformed = 0
+        self._drained = False
 
     # -- start and end ----------------------------------------------------------
 
@@ -89,7 +90,8 @@ class SchedulerHalf:
         None instead of a number: ask again.
         """
         try:
-            self.drain()
+            if not self._drained:
+                self.drain()
             tokens = self.loads.find(self._state(request), computed)
         except Exception:  # noqa: BLE001
             self.core.bug("a look-up")
@@ -104,12 +106,15 @@ class SchedulerHalf:
 
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
         """What the ranks have to do with this step."""
-        self.drain()
+        if not self._drained:
+            self.drain()
+        self._drained = False
         requests = self._requests
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = requests.get(request_id)
             if state is None:
                 continue
+            state.unsure = False
             computed = state.request.num_computed_tokens + scheduled
             if computed >= state.next_store_at:
                 tables = functools.partial(_block_tables, output, request_id)
@@ -163,7 +168,8 @@ class SchedulerHalf:
         self.loads.reset()
 
     def drain(self) -> None:
-        """Take in what the ranks sent between steps; does not wait."""
+        """Take in what the ranks sent between steps, once a step; does not wait."""
+        self._drained = True
         if self._endpoint is None or not self.core.ledger.stores:
             return
         for report in self._endpoint.drain():

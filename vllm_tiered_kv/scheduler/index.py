@@ -158,7 +158,8 @@ class ChunkIndex:
         if self._nodes.get(node.key) is node:
             del self._nodes[node.key]
         self._leaves.pop(node, None)
-        self._leave_parent(node)
+        if (parent := self._leave_parent(node)) is not None:
+            self._leaves[parent] = None
         if node.pins == 0:
             self._free_slots(node)
 
@@ -208,22 +209,22 @@ class ChunkIndex:
         node, _ = self._leaves.popitem(last=False)
         node.state = NodeState.GONE
         self._nodes.pop(node.key, None)
-        self._leave_parent(node)
+        if (parent := self._leave_parent(node)) is not None:
+            self._leaves[parent] = None
+            # As old as the child it lost, unless it was used without it since then.
+            if parent.last_used <= node.last_used:
+                self._leaves.move_to_end(parent, last=False)
         self._free_slots(node)
         self.evicted += 1
         return True
 
-    def _leave_parent(self, node: Node) -> None:
+    def _leave_parent(self, node: Node) -> Node | None:
+        """Untie a node; returns its parent if that has become a leaf that can be evicted."""
         parent, node.parent = node.parent, None
         if parent is None or parent.state is NodeState.GONE:
-            return
+            return None
         parent.children -= 1
-        if parent.children or parent.pins:
-            return
-        self._leaves[parent] = None
-        # As old as the child it lost, unless it was used without it since then.
-        if parent.last_used <= node.last_used:
-            self._leaves.move_to_end(parent, last=False)
+        return None if parent.children or parent.pins else parent
 
     def _free_slots(self, node: Node) -> None:
         for slot in node.slots:

@@ -101,9 +101,16 @@ class JobLedger:
         self.loads[job] = load
         return job
 
-    def readers(self, block: int) -> Iterable[int]:
-        """Store jobs that still read a device block."""
-        return self._readers.get(block, ())
+    def void_readers(self, block: int) -> Iterable[int]:
+        """Store jobs that still read a device block; none of them may end well any more.
+
+        Decided here and not by the ranks: a rank may see a fence before the job it is for,
+        when both travel with one plan, or after a runner has zeroed the block.
+        """
+        jobs = self._readers.get(block, ())
+        for job in jobs:
+            self.stores[job].status = JobStatus.DROPPED
+        return jobs
 
     def store_result(self, rank: int, result: JobResult) -> ActiveStore | None:
         """Note one rank's result; returns the store when it was the last one missing."""

@@ -12,7 +12,7 @@ from vllm_tiered_kv.scheduler.core import TIER, Core
 from vllm_tiered_kv.scheduler.groups import usable_chunks
 from vllm_tiered_kv.scheduler.index import Node
 from vllm_tiered_kv.scheduler.jobs import ActiveLoad
-from vllm_tiered_kv.scheduler.plan import chunk_keys, plan_load
+from vllm_tiered_kv.scheduler.plan import chunk_key, chunk_keys, count_chunks, plan_load
 from vllm_tiered_kv.scheduler.requests import Offer, RequestState
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ class LoadPlanner:
         # A load may cover the whole prompt: vLLM then computes the last token again. The
         # window of that token begins one earlier than the blocks vLLM allocates for it.
         reusable = request.num_tokens - (1 if core.geometry.has_windows else 0)
-        keys = chunk_keys(request.block_hashes, reusable, core.geometry)
         first = computed // core.geometry.chunk_tokens
-        if first >= len(keys):
+        if first >= count_chunks(request.block_hashes, reusable, core.geometry):
             return self._answer(state, "miss", 0)
-        if self._must_wait(state, keys[first]):
-            return None
+        if self._must_wait(state, chunk_key(request.block_hashes, first, core.geometry)):
+            return None  # asked again in every step, for every request that waits: stay cheap
+        keys = chunk_keys(request.block_hashes, reusable, core.geometry)
         run = core.index.ready_run(keys, first)
         usable = usable_chunks(core.geometry, run, first, computed)
         if not usable:
@@ -96,7 +96,9 @@ class LoadPlanner:
             core.tally.add(metrics.HIT_TOKENS.key(TIER), load.tokens)
             core.count_chunks("loaded", len(load.nodes))
         else:
-            bad = {load.sources[i] for i in load.failed}
+            # A load that was called off says nothing about its chunks.
+            failed = load.failed if load.status is JobStatus.FAILED else ()
+            bad = {load.sources[i] for i in failed}
             for source in bad:
                 core.index.discard(load.nodes[source])
             core.count_chunks("failed", len(bad))
@@ -123,7 +125,6 @@ class LoadPlanner:
         if load.stale or load.status is not JobStatus.DONE:
             # Which of its blocks hold good bytes is known when vLLM schedules it again.
             state.restart(self._core.epoch, self._core.geometry.chunk_tokens)
-            state.unsure = True
             state.failed_loads += 1
 
     def reset(self) -> None:

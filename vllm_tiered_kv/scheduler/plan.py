@@ -21,10 +21,20 @@ class LoadPlan(msgspec.Struct, frozen=True):
     """For each copy the index of the node it reads, in ``Offer.nodes``."""
 
 
+def chunk_key(block_hashes: Sequence[bytes], chunk: int, geometry: Geometry) -> bytes:
+    """The key of one full chunk of a prompt: the hash of its last block."""
+    return block_hashes[(chunk + 1) * geometry.hashes_per_chunk - 1]
+
+
+def count_chunks(block_hashes: Sequence[bytes], tokens: int, geometry: Geometry) -> int:
+    """Full chunks within the first ``tokens`` tokens of a prompt."""
+    return min(len(block_hashes) // geometry.hashes_per_chunk, tokens // geometry.chunk_tokens)
+
+
 def chunk_keys(block_hashes: Sequence[bytes], tokens: int, geometry: Geometry) -> list[bytes]:
     """Keys of the full chunks within the first ``tokens`` tokens of a prompt."""
     step = geometry.hashes_per_chunk
-    count = min(len(block_hashes) // step, tokens // geometry.chunk_tokens)
+    count = count_chunks(block_hashes, tokens, geometry)
     return list(block_hashes[step - 1 : count * step : step])
 
 

@@ -66,8 +66,9 @@ class RequestState:
         """Since when it waits for another request's load of the same prefix."""
         self.failed_loads = 0
         """Loads of this request that did not arrive."""
-        self.unsure = False
-        """A load failed and vLLM has not yet said which of its blocks count as computed."""
+        self.unsure = True
+        """vLLM has not scheduled it since it was looked up, or since a load failed: what it
+        counts as computed may never have arrived."""
         self.counted = False
         """Whether this admission's look-up is in the counters."""
 
@@ -77,5 +78,5 @@ class RequestState:
         self.offer = None
         self.next_chunk = 0
         self.tail = None
-        self.unsure = False
+        self.unsure = True
         self.next_store_at = chunk_tokens if self.params.store else NEVER

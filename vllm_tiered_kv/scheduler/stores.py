@@ -11,7 +11,7 @@ from vllm_tiered_kv.protocol import BlockCopy, JobStatus, StoreJob
 from vllm_tiered_kv.scheduler.core import Core
 from vllm_tiered_kv.scheduler.index import Node, NodeState
 from vllm_tiered_kv.scheduler.jobs import ActiveStore
-from vllm_tiered_kv.scheduler.plan import blocks_of_chunk
+from vllm_tiered_kv.scheduler.plan import blocks_of_chunk, chunk_key
 from vllm_tiered_kv.scheduler.requests import NEVER, RequestState
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ class StorePlanner:
         if state.epoch != self._core.epoch:
             state.next_store_at = NEVER  # its blocks are from before a reset
             return
-        state.unsure = False
         # Draft tokens may be rejected: only tokens that are known count.
         target = self._target(state, min(computed, state.request.num_tokens))
         self._walk(state, target, block_ids)
@@ -104,11 +103,10 @@ class StorePlanner:
         """
         core = self._core
         hashes = state.request.block_hashes
-        step = core.geometry.hashes_per_chunk
         tables: BlockTables = ()
         found: list[Node] = []
         for chunk in range(state.next_chunk, target):
-            key = hashes[(chunk + 1) * step - 1]
+            key = chunk_key(hashes, chunk, core.geometry)
             node = core.index.get(key)
             if node is not None:
                 core.index.adopt(node, state.tail)
@@ -147,4 +145,4 @@ class StorePlanner:
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
         """vLLM hands a block out again: what still reads it is void from now on."""
-        self.fences.extend(self._core.ledger.readers(block.block_id))
+        self.fences.extend(self._core.ledger.void_readers(block.block_id))

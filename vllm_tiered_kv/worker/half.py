@@ -111,6 +111,8 @@ class WorkerHalf:
         self._refail: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._mark: Any = None
+        self._plan: StepPlan | None = None
+        self._unstarted: tuple[StoreJob, ...] = ()
         self._open_copier: Callable[..., Copier] = open_copier
 
     # -- set-up --------------------------------------------------------------------
@@ -135,14 +137,15 @@ class WorkerHalf:
         try:
             pool = HostPool(setup.num_slots, slot_bytes, pin=torch.cuda.is_available())
             copier = self._open_copier(self._groups, pool)
-        except (PoolError, CopyError) as error:
+            self._slot_bytes = slot_bytes
+            self._pool, self._copier = pool, copier
+            self._open_lanes()
+            pool.prefault()
+        except (PoolError, CopyError, OSError, RuntimeError, MemoryError) as error:
             # Without a pool every job is dropped, and the engine serves without us.
+            self._lanes = {}
             self._fail("pool", f"no CPU tier on rank {self._rank}: {error}")
             return
-        pool.prefault()
-        self._slot_bytes = slot_bytes
-        self._pool, self._copier = pool, copier
-        self._open_lanes()
         if setup.endpoint:
             self._channel = WorkerEndpoint(setup.endpoint, setup.secret)
 
@@ -174,7 +177,21 @@ class WorkerHalf:
 
     def before_step(self, plan: StepPlan) -> None:
         """Blocks are about to be handed on: what still reads them is void."""
+        if plan is self._plan:
+            return  # told again of the same step, whose forward pass is still to come
+        self._plan = plan
         self.set_up(plan.setup)
+        if self._unstarted:
+            # This rank's runner left the last step without coming to its stores, as it does on
+            # all but the last stage of a pipeline with draft tokens. Their blocks still hold
+            # what that step computed, unless they are fenced now.
+            fenced = set(plan.fences)
+            late = [store for store in self._unstarted if store.job not in fenced]
+            dropped = [store for store in self._unstarted if store.job in fenced]
+            self._submit_stores(late)
+            for store in dropped:
+                self._store_ended(JobResult(store.job, Direction.STORE, JobStatus.DROPPED))
+        self._unstarted = plan.stores
         if plan.fences and (lane := self._lanes.get(Direction.STORE)) is not None:
             lane.call_off(plan.fences, JobStatus.DROPPED)
 
@@ -190,15 +207,19 @@ class WorkerHalf:
 
     def start_stores(self, plan: StepPlan) -> None:
         """The forward pass has been given to the device: copy out after it."""
-        if not plan.stores:
+        self._unstarted = ()
+        self._submit_stores(plan.stores)
+
+    def _submit_stores(self, stores: Sequence[StoreJob]) -> None:
+        if not stores:
             return
         lane = self._lanes.get(Direction.STORE)
         if lane is None or self._copier is None:
-            for store in plan.stores:
+            for store in stores:
                 self._store_ended(JobResult(store.job, Direction.STORE, JobStatus.DROPPED))
             return
         after = self._copier.mark()
-        lane.submit([self._store_job(store, after) for store in plan.stores])
+        lane.submit([self._store_job(store, after) for store in stores])
 
     def take_loads(self, *, idle: bool = False) -> LoadOutcome:
         """Loads that ended since the last call; each request once.
@@ -305,8 +326,11 @@ class WorkerHalf:
             if not pool.ensure(copy.slot):
                 raise CopyError(f"slot {copy.slot} cannot be used")
         transfer = copier.submit(direction, [self._batch(copy) for copy in copies], after)
-        if not transfer.wait(COPY_TIMEOUT):
-            raise CopyError(f"a copy did not end in {COPY_TIMEOUT} s")
+        while not transfer.wait(COPY_TIMEOUT):
+            if direction is Direction.STORE:
+                raise CopyError(f"a copy did not end in {COPY_TIMEOUT} s")
+            # It may still write: its blocks stay with the request for as long as it takes.
+            self._fail("hung", f"a load has not ended in {COPY_TIMEOUT} s; still waiting")
         return sum(self._size(copy) for copy in copies)
 
     def _batch(self, copy: BlockCopy) -> BlockCopies:

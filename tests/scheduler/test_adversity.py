@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was found by trying to break it: each scenario, and random mixtures of all of them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+from vllm.v1.outputs import KVConnectorOutput
+
+from tests.scheduler.sim import BLOCK, Sim, prompt
+
+Make = Callable[..., Sim]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("length", [60, 61, 62, 63])
+def test_a_last_store_whose_block_is_handed_on_at_once_is_void(
+    sim: Make, prefix_caching: bool, length: int
+) -> None:
+    """Store and fence travel in one plan; the rank must not have to order them."""
+    engine = sim(
+        depth=2, num_blocks=12, enable_prefix_caching=prefix_caching, max_model_len=16 * 12
+    )
+    engine.add("a", prompt(length), 4)
+    engine.add("b", prompt(9 * BLOCK + 5, seed=1), 3)
+    engine.run()
+    engine.settle()
+    engine.check_pool()
+    if prefix_caching:
+        engine.flush_device()
+    again = engine.tokens["a"] + prompt(20, seed=7)
+    assert len(engine.complete("again", again, 2).output) == 2
+    engine.check_quiet()
+
+
+def test_a_failed_load_of_a_window_starts_over(sim: Make) -> None:
+    """From the first bad block on is not enough: the window before it was never there."""
+    engine = sim(windows=(64,), num_blocks=80)
+    engine.complete("cold", prompt(160), 1)
+    engine.settle()
+    engine.flush_device()
+    engine.gate.fail.add("load")
+    assert len(engine.complete("again", prompt(170), 2).output) == 2
+    engine.gate.fail.clear()
+    engine.check_quiet()
+
+
+def test_blocks_that_somebody_else_was_to_fill_are_not_stored(
+    sim: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under MultiConnector another connector loads, and the request is aborted meanwhile."""
+    engine = sim()
+    connector = engine.connector
+    find, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+
+    def other_finds(request, computed):
+        find(request, computed)
+        return 64 - computed, True
+
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", other_finds)
+    monkeypatch.setattr(
+        connector, "update_state_after_alloc", lambda r, blocks, _: allocated(r, blocks, 0)
+    )
+    engine.add("a", prompt(70), 2)
+    engine.step()
+    engine.abort("a")
+    monkeypatch.undo()
+    engine.step()
+    engine.settle()
+    assert engine.half.core.index.used_slots == 0
+    engine.scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={"a"}))
+    assert len(engine.complete("b", prompt(70), 2).output) == 2
+    engine.check_quiet()
+
+
+def test_a_dropped_chunk_does_not_age_its_prefix(sim: Make) -> None:
+    engine = sim(capacity_chunks=7)
+    engine.complete("old", prompt(3 * BLOCK), 1)
+    engine.settle()
+    engine.flush_device()
+    engine.complete("new", prompt(3 * BLOCK, seed=1), 1)
+    engine.settle()
+    index = engine.half.core.index
+    index.discard(next(reversed(index._leaves)))  # the newest chunk is fenced or fails
+    engine.flush_device()
+    engine.complete("other", prompt(4 * BLOCK, seed=2), 1)
+    engine.settle()
+    engine.flush_device()
+    assert engine.complete("new again", prompt(3 * BLOCK, seed=1), 1).cpu == 2 * BLOCK
+    engine.check_quiet()
+
+
+def test_a_load_given_up_forgets_no_chunk(sim: Make) -> None:
+    engine = sim()
+    engine.complete("cold", prompt(160), 1)
+    engine.settle()
+    engine.flush_device()
+    chunks = len(engine.half.core.index)
+    engine.gate.hold("load")
+    engine.add("x", prompt(160), 1)
+    while not engine.gate.entered["load"].wait(0.001):
+        engine.step()
+    (job,) = engine.half.core.ledger.loads
+    engine.half.loads.cancels.append(job)
+    engine.step()
+    engine.gate.release("load")
+    engine.run()
+    assert len(engine.half.core.index) == chunks
+    engine.check_quiet()
+
+
+def test_many_that_wait_for_one_load_are_asked_cheaply(sim: Make) -> None:
+    """A look-up that can only be answered later touches one key, not the whole prompt."""
+    engine = sim(num_blocks=128)
+    engine.complete("cold", prompt(1600), 1)
+    engine.settle()
+    engine.flush_device()
+    engine.gate.hold("load")
+    engine.add("owner", prompt(1600), 1)
+    while not engine.gate.entered["load"].wait(0.001):
+        engine.step()
+    engine.add("waiter", prompt(1600), 1)
+    request = engine.requests["waiter"]
+
+    class Watched(list):
+        read = 0
+
+        def __getitem__(self, index):
+            Watched.read += 1 if isinstance(index, int) else len(range(*index.indices(len(self))))
+            return super().__getitem__(index)
+
+    hashes = request.block_hashes
+    request._block_hashes = Watched(hashes)
+    request.block_hashes = Watched(hashes)
+    assert engine.half.find(request, 0) == (None, False)
+    assert Watched.read == 1
+    request.block_hashes = hashes
+    engine.gate.release("load")
+    engine.run()
+    engine.check_quiet()
+
+
+def mixture(seed: int) -> None:
+    """One engine under a random mixture of everything that happens to engines."""
+    rng = random.Random(seed)
+    windows = rng.choice(((0,), (0,), (0,), (0, 40), (64,), (0, 24)))
+    depth = rng.choice((1, 2))
+    engine = Sim(
+        depth=depth,
+        windows=windows,
+        chunk_blocks=rng.choice((1, 1, 2, 3)),
+        num_blocks=rng.choice((14, 20, 40, 80)) * len(windows),
+        capacity_chunks=rng.choice((4, 12, 40, 200)),
+        max_num_batched_tokens=rng.choice((48, 100, 256)),
+        enable_prefix_caching=rng.random() < 0.75,
+        max_num_seqs=rng.choice((2, 8)),
+        results_before_save=rng.random() < 0.3,
+        policy=rng.choice(("recompute", "recompute", "fail")),
+        max_model_len=16 * 12,
+        extra={"load_deadline": rng.choice((10.0, 0.02))},
+    )
+    gate, scheduler = engine.gate, engine.scheduler
+    try:
+        for number in range(rng.choice((150, 300))):
+            draw = rng.random()
+            if draw < 0.25 and len(scheduler.requests) < 12:
+                base = prompt(16 * 11, seed=rng.randrange(3))[: rng.randrange(0, 16 * 9)]
+                if rng.random() < 0.3 and engine.tokens:  # a follow-up turn
+                    base = engine.tokens[rng.choice(list(engine.tokens))][: 16 * 9]
+                own = prompt(rng.randrange(1, 20), seed=rng.randrange(50))
+                salt = rng.choice((None, None, None, "s"))
+                engine.add(f"r{number}", (base + own)[: 16 * 10], rng.randrange(1, 14), salt=salt)
+            elif draw < 0.28:
+                live = [i for i, r in scheduler.requests.items() if not r.is_finished()]
+                if live:
+                    engine.abort(rng.choice(live))
+            elif draw < 0.31:
+                gate.hold(rng.choice(("store", "load")))
+            elif draw < 0.40:
+                gate.release("store")
+                gate.release("load")
+            elif draw < 0.42:
+                gate.fail = set() if gate.fail else {rng.choice(("store", "load"))}
+            elif draw < 0.44:
+                scheduler.reset_prefix_cache(reset_connector=rng.random() < 0.6)
+            elif scheduler.has_requests():
+                engine.step()
+                if rng.random() < 0.1:
+                    time.sleep(0.002)  # lets lanes run; nothing depends on how far
+            elif engine._in_flight:
+                engine.process()
+        gate.fail = set()
+        gate.release("store")
+        gate.release("load")
+        engine.run()
+        engine.check_quiet()
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_mixtures(seed: int) -> None:
+    mixture(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(20))
+def test_many_more_mixtures(block: int) -> None:
+    for seed in range(1000 + 50 * block, 1050 + 50 * block):
+        mixture(seed)
