@@ -47,7 +47,7 @@ dist: venv ## sdist and wheel under dist/
 	@$(BIN)/python -c 'from setuptools import build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")'
 
 clean: ## remove what the targets made, except .venv and the models
-	@rm -rf build/demo dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	@rm -rf build/demo build/demo.json dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
 distclean: clean ## and those too
 	@rm -rf .venv .venv.lock build

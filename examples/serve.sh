@@ -12,8 +12,12 @@ if [[ $# -lt 1 ]]; then
     exit 2
 fi
 model=$1
-capacity=${2:-32GiB}
-shift $(($# < 2 ? $# : 2))
+shift
+capacity=32GiB
+if [[ $# -gt 0 && $1 != -* ]]; then
+    capacity=$1
+    shift
+fi
 
 exec vllm serve "$model" --kv-transfer-config "$(
     cat <<JSON

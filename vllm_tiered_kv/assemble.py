@@ -14,7 +14,7 @@ from vllm_tiered_kv.config import Options, check_capacity, memory_limit, parse_o
 from vllm_tiered_kv.geometry import Geometry, GroupGeometry, plan_geometry
 from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
-from vllm_tiered_kv.startup import NamespaceTask, announce, warn_about_policy
+from vllm_tiered_kv.startup import NamespaceTask, announce, warn_about_memory, warn_about_policy
 from vllm_tiered_kv.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     """
     options = _options(vllm_config)
     warn_about_policy(vllm_config)
+    warn_about_memory(options.cpu.capacity)
     geometry = _geometry(vllm_config, kv_cache_config, options)
     ranks = compat.world_size(vllm_config)
     num_slots = _num_slots(vllm_config, options, geometry, ranks)

@@ -20,6 +20,8 @@ _UNITS = {
     "B": 1,
     **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGTP")},
     **{f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGTP")},
+    **{p: 1000 ** (i + 1) for i, p in enumerate("KMGTP")},
+    **{f"{p}i": 1024 ** (i + 1) for i, p in enumerate("KMGTP")},
 }
 _UNITS_BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 _SIZE = re.compile(r"^\s*(\d{1,24}(?:\.\d{1,24})?)\s*([A-Za-z]*)\s*$")
@@ -128,16 +130,25 @@ def _refuse_unknown_keys(raw: object, kind: type, path: str) -> None:
     for key, value in raw.items():
         name = f"{path}.{key}" if path else str(key)
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)
+            nearest = _nearest(name, path, fields)
             raise ConfigError(
-                f"{name}: unknown key (value {value!r}); the nearest valid key is "
-                f"{(path + '.' if path else '') + near[0]!r}"
-                if near
-                else f"{name}: unknown key (value {value!r})"
+                f"{name}: unknown key (value {value!r}); the nearest valid key is {nearest}"
             )
         nested = fields[key]
         if isinstance(nested, type) and issubclass(nested, msgspec.Struct):
             _refuse_unknown_keys(value, nested, name)
+
+
+def _nearest(name: str, path: str, fields: Mapping[str, Any]) -> str:
+    """What was probably meant, written as it has to be written."""
+    leaf = name.rpartition(".")[2]
+    for parent, kind in fields.items():  # nested options written flat, or with a dot
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            inside = [field.name for field in msgspec.structs.fields(kind)]
+            if leaf in inside:
+                return f'{parent}.{leaf}: {{"{parent}": {{"{leaf}": ...}}}}'
+    near = difflib.get_close_matches(leaf, fields, n=1, cutoff=0.0)
+    return repr((path + "." if path else "") + near[0])
 
 
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
@@ -155,7 +166,7 @@ def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
 
 def memory_limit() -> int:
     """Bytes this process may use: the machine's memory or the container's limit, the smaller."""
-    limits = [_meminfo_total()]
+    limits = [_meminfo("MemTotal:")]
     limits += [limit for path in _cgroup_limit_files() if (limit := _read_limit(path)) is not None]
     return min(limits)
 
@@ -178,10 +189,15 @@ def check_capacity(key: str, capacity: int, *, floor: int, limit: int) -> None:
         )
 
 
-def _meminfo_total() -> int:
+def available_memory() -> int:
+    """Bytes the machine can still give without swapping, by the kernel's own estimate."""
+    return _meminfo("MemAvailable:")
+
+
+def _meminfo(field: str) -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemTotal:"):
+            if line.startswith(field):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
         pass

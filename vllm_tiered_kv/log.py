@@ -12,7 +12,7 @@ def get_logger(module: str) -> logging.Logger:
     return logging.getLogger("vllm." + module.removeprefix("vllm_"))
 
 
-_LINE = "tiered-kv: %s (said once; counted as failures{kind=%r})"
+_LINE = "tiered-kv: %s (said once; counted in vllm:tiered_kv_failures_total, kind %r)"
 
 
 class OncePerKind:

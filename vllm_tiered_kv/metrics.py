@@ -8,6 +8,7 @@ the front end, where :class:`PromMetrics` holds the Prometheus objects.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,20 +26,66 @@ class Metric(msgspec.Struct, frozen=True):
     name: str
     labels: tuple[str, ...]
     doc: str
+    series: tuple[tuple[str, ...], ...] = ()
+    """Label values known from the start: they exist, at zero, before the first event."""
 
     def key(self, *values: str) -> str:
         """The flat name under which one of its time series travels."""
         return _SEPARATOR.join((self.name, *values))
 
 
-LOOKUPS = Metric("lookups", ("result",), "Look-ups of requests: hit, miss, wait, skipped.")
-HIT_TOKENS = Metric("hit_tokens", ("tier",), "Tokens that arrived in device blocks.")
-BYTES = Metric("bytes", ("direction", "tier"), "Bytes copied, over all ranks.")
-SECONDS = Metric("seconds", ("direction", "tier"), "Seconds the copies took, of the slowest rank.")
-CHUNKS = Metric(
-    "chunks", ("event", "tier"), "Chunks: stored, loaded, evicted, dropped (not stored), failed."
+TIERS = ("cpu",)
+DIRECTIONS = ("store", "load")
+EVENTS = ("stored", "loaded", "evicted", "dropped", "failed")
+RESULTS = ("hit", "miss", "wait", "skipped")
+KINDS = (
+    "copy_load",
+    "copy_store",
+    "hung",
+    "internal",
+    "load_dropped",
+    "load_failed",
+    "load_plan",
+    "load_stale",
+    "params",
+    "pool",
+    "report",
+    "store",
 )
-FAILURES = Metric("failures", ("kind",), "What went wrong, by kind.")
+
+LOOKUPS = Metric(
+    "lookups",
+    ("result",),
+    "Look-ups of requests: hit, miss, wait, skipped.",
+    tuple((result,) for result in RESULTS),
+)
+HIT_TOKENS = Metric(
+    "hit_tokens",
+    ("tier",),
+    "Tokens that arrived in device blocks.",
+    tuple((tier,) for tier in TIERS),
+)
+BYTES = Metric(
+    "bytes",
+    ("direction", "tier"),
+    "Bytes copied, over all ranks.",
+    tuple(itertools.product(DIRECTIONS, TIERS)),
+)
+SECONDS = Metric(
+    "seconds",
+    ("direction", "tier"),
+    "Seconds the copies took, of the slowest rank.",
+    tuple(itertools.product(DIRECTIONS, TIERS)),
+)
+CHUNKS = Metric(
+    "chunks",
+    ("event", "tier"),
+    "Chunks: stored, loaded, evicted, dropped (not stored), failed.",
+    tuple(itertools.product(EVENTS, TIERS)),
+)
+FAILURES = Metric(
+    "failures", ("kind",), "What went wrong, by kind.", tuple((kind,) for kind in KINDS)
+)
 HOOK_SECONDS = Metric(
     "hook_seconds",
     ("half", "hook", "clock"),
@@ -132,6 +179,10 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 labelnames=[*labelnames, *gauge.labels],
             )
         self._series: dict[tuple[int, str], Any] = {}
+        for counter in COUNTERS:
+            for values in counter.series:
+                for engine_idx in per_engine_labelvalues:
+                    self._find(engine_idx, counter.key(*values))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, value in transfer_stats_data.get("counters", {}).items():

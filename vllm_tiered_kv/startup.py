@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import identity
-from vllm_tiered_kv.config import format_size
+from vllm_tiered_kv.config import available_memory, format_size
 from vllm_tiered_kv.geometry import Geometry, describe
 
 if TYPE_CHECKING:
@@ -76,6 +76,18 @@ def announce(geometry: Geometry, num_slots: int, ranks: int, namespace: str) -> 
         describe(geometry),
         namespace,
     )
+
+
+def warn_about_memory(capacity: int) -> None:
+    """A tier that fits the machine may still not fit beside what runs on it."""
+    available = available_memory()
+    if capacity > available:
+        logger.warning(
+            "tiered-kv: cpu.capacity is %s, but only %s of memory is available now; the tier fills "
+            "it in the background, and the kernel may end processes",
+            format_size(capacity),
+            format_size(available),
+        )
 
 
 def warn_about_policy(vllm_config: VllmConfig) -> None:

@@ -195,7 +195,14 @@ def mixture(seed: int) -> None:
         gate.fail = set()
         gate.release("store")
         gate.release("load")
-        engine.run()
+        while True:
+            try:
+                engine.run()
+                break
+            except AssertionError:
+                if (stuck := engine.stalled_by_vllm()) is None:
+                    raise
+                engine.abort(stuck)
         engine.check_quiet()
     finally:
         engine.close()

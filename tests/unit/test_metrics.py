@@ -56,6 +56,14 @@ def test_counters_add_up_and_gauges_are_the_latest() -> None:
     assert found["vllm:tiered_kv_usage_bytes", "1", "m", "cpu"] == 3
 
 
+def test_counters_exist_before_the_first_event() -> None:
+    registry = CollectorRegistry()
+    prom(registry)
+    found = samples(registry)
+    assert found["vllm:tiered_kv_failures_total", "0", "internal", "m"] == 0
+    assert found["vllm:tiered_kv_lookups_total", "1", "m", "hit"] == 0
+
+
 @pytest.mark.parametrize(
     "data", [{}, {"counters": {"unknown|x": 1}}, {"counters": {metrics.LOOKUPS.key("hit"): -1}}]
 )

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 MAX_LOADS = 64
 """Loads under way at once; each holds device blocks from its first byte to its last."""
-MAX_FAILED_LOADS = 2
-"""A request whose loads fail so often is computed: it must come to an end."""
+MAX_FAILED_LOADS = 1
+"""A request whose loads failed so often is computed: it must come to an end. And vLLM still counts
+blocks as reserved for its first load: where the device is tight, a second one might never fit."""
 
 
 class LoadPlanner:
