@@ -200,12 +200,20 @@ def null_block_id(pool: BlockPool) -> int:
     return int(pool.null_block.block_id)
 
 
+def is_free(block: KVCacheBlock) -> bool:
+    """Whether a watched block is still free: its watcher was called by a cache reset.
+
+    A block that is handed out has left the free queue by then.
+    """
+    return block.next_free_block is not None
+
+
 def watch_blocks(pool: BlockPool, block_ids: Iterable[int], on_reuse: Any) -> None:
     """Be told before any of these blocks is handed out again or the cache is reset.
 
-    The blocks must be held by somebody now. They are not held any longer by this call:
+    The blocks must be held by somebody now, or be free. They are not held by this call:
     they count as free as soon as their owner frees them, so nothing that waits for free
-    blocks (preemption, a cache reset, pause, sleep) ever waits for us.
+    blocks (preemption, a cache reset, pause) ever waits for us.
     """
     blocks: list[KVCacheBlock] = [pool.blocks[block_id] for block_id in block_ids]
     pool.touch(blocks)

@@ -51,7 +51,7 @@ class SchedulerHalf:
         self._on_shutdown = on_shutdown
         self.core = Core(settings, clock)
         self.loads = LoadPlanner(self.core)
-        self.stores = StorePlanner(self.core)
+        self.stores = StorePlanner(self.core, self._drain_once)
         self._endpoint = endpoint
         self._setup = Setup(
             endpoint.address if endpoint else "",
@@ -90,8 +90,7 @@ class SchedulerHalf:
         None instead of a number: ask again.
         """
         try:
-            if not self._drained:
-                self.drain()
+            self._drain_once()
             tokens = self.loads.find(self._state(request), computed)
         except Exception:  # noqa: BLE001
             self.core.bug("a look-up")
@@ -106,8 +105,7 @@ class SchedulerHalf:
 
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
         """What the ranks have to do with this step."""
-        if not self._drained:
-            self.drain()
+        self._drain_once()
         self._drained = False
         requests = self._requests
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -166,6 +164,10 @@ class SchedulerHalf:
         self.core.index.clear()
         self.stores.reset()
         self.loads.reset()
+
+    def _drain_once(self) -> None:
+        if not self._drained:
+            self.drain()
 
     def drain(self) -> None:
         """Take in what the ranks sent between steps, once a step; does not wait."""

@@ -101,6 +101,10 @@ class JobLedger:
         self.loads[job] = load
         return job
 
+    def has_readers(self, block: int) -> bool:
+        """Whether a store still reads a device block."""
+        return block in self._readers
+
     def void_readers(self, block: int) -> Iterable[int]:
         """Store jobs that still read a device block; none of them may end well any more.
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_LOADS = 64
 """Loads under way at once; each holds device blocks from its first byte to its last."""
+STORE_PATIENCE = 0.1
+"""Seconds a look-up waits for a chunk that is on its way into the tier."""
 MAX_FAILED_LOADS = 1
 """A request whose loads failed so often is computed: it must come to an end. And vLLM still counts
 blocks as reserved for its first load: where the device is tight, a second one might never fit."""
@@ -57,6 +59,10 @@ class LoadPlanner:
             return None  # asked again in every step, for every request that waits: stay cheap
         keys = chunk_keys(request.block_hashes, reusable, core.geometry)
         run = core.index.ready_run(keys, first)
+        end = first + len(run)
+        storing = end < len(keys) and core.index.get(keys[end]) is not None
+        if storing and self._wait(state, STORE_PATIENCE):
+            return None  # its copy out ends within moments, and then it can be loaded
         usable = usable_chunks(core.geometry, run, first, computed)
         if not usable:
             return self._answer(state, "miss", 0)
@@ -142,11 +148,16 @@ class LoadPlanner:
         shared = owner is not None and owner != state.request.request_id
         if not shared and len(core.ledger.loads) < MAX_LOADS:
             return False
+        return self._wait(state, core.settings.load_deadline)
+
+    def _wait(self, state: RequestState, patience: float) -> bool:
+        """Whether the request has not yet waited for ``patience`` seconds."""
+        core = self._core
         now = core.clock()
         if state.waiting_since is None:
             state.waiting_since = now
             core.tally.add(metrics.LOOKUPS.key("wait"))
-        return now - state.waiting_since < core.settings.load_deadline
+        return now - state.waiting_since < patience
 
     def _answer(self, state: RequestState, result: str, tokens: int) -> int:
         if not state.counted:

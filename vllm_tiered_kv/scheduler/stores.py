@@ -30,8 +30,10 @@ class StorePlanner:
     fenced. So neither a free block nor a cache reset ever waits for a store.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, take_in: Callable[[], None]) -> None:
         self._core = core
+        self._take_in = take_in
+        """Takes in reports that have arrived, once a step."""
         self._pool: BlockPool | None = None
         self.jobs: list[StoreJob] = []
         """For the next plan."""
@@ -145,4 +147,11 @@ class StorePlanner:
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
         """vLLM hands a block out again: what still reads it is void from now on."""
-        self.fences.extend(self._core.ledger.void_readers(block.block_id))
+        self._take_in()  # a copy that has ended no longer reads
+        ledger = self._core.ledger
+        if self._pool is not None and compat.is_free(block):
+            # The device's cache was reset, and the block keeps its bytes until it is handed out.
+            if ledger.has_readers(block.block_id):
+                compat.watch_blocks(self._pool, (block.block_id,), self._on_reuse)
+            return
+        self.fences.extend(ledger.void_readers(block.block_id))
