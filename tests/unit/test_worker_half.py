@@ -250,18 +250,18 @@ def test_a_changed_plan_of_the_same_set_up_opens_nothing_twice(rank: Rank) -> No
     assert rank.half._pool is pool
 
 
-def test_copies_keep_off_the_compute_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_may_use_every_processor_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = {0: {0}, os.getppid(): {0, 1}}
     monkeypatch.setattr(cpus.os, "sched_getaffinity", masks.__getitem__)
-    assert cpus.copy_cpus() == (frozenset({0, 1}), frozenset({1}))
+    assert cpus.copy_cpus() == {0, 1}
     masks[0] = {0, 1}
-    assert cpus.copy_cpus() == (frozenset(), frozenset())
+    assert cpus.copy_cpus() == cpus.NO_CPUS
 
     def denied(_: int) -> set[int]:
         raise PermissionError
 
     monkeypatch.setattr(cpus.os, "sched_getaffinity", denied)
-    assert cpus.copy_cpus() == (frozenset(), frozenset())
+    assert cpus.copy_cpus() == cpus.NO_CPUS
 
 
 def test_no_pool_means_no_tier_and_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:

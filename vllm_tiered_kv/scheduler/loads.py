@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 MAX_LOADS = 64
 """Loads under way at once; each holds device blocks from its first byte to its last."""
-STORE_PATIENCE = 0.1
-"""Seconds a look-up waits for a chunk that is on its way into the tier."""
+STORE_PATIENCE = 0.5
+"""Seconds a look-up waits at most for a chunk that is on its way into the tier; it takes
+milliseconds, but on a machine whose processors are all busy."""
 MAX_FAILED_LOADS = 1
 """A request whose loads failed so often is computed: it must come to an end. And vLLM still counts
 blocks as reserved for its first load: where the device is tight, a second one might never fit."""

@@ -9,20 +9,16 @@ NO_CPUS: frozenset[int] = frozenset()
 """Leave a thread where it is."""
 
 
-def copy_cpus() -> tuple[frozenset[int], frozenset[int]]:
-    """``(for loads, for stores)``: sets of processors; empty where nothing is to be changed.
+def copy_cpus() -> frozenset[int]:
+    """The processors of the whole engine; empty where nothing is to be changed.
 
     vLLM's CPU platform binds a worker to its compute processors, and threads started later
-    inherit that. Loads run while their request waits and may use every processor that the
-    engine has; stores run beside the next forward pass and keep off the compute processors
-    if the engine has any other. Where workers are not bound, nothing changes.
+    inherit that: copies would run beside the forward pass while other processors idle.
+    Where workers are not bound, nothing changes.
     """
     try:
         own = os.sched_getaffinity(0)
         engine = os.sched_getaffinity(os.getppid())
     except OSError:
-        return NO_CPUS, NO_CPUS
-    if engine <= own:
-        return NO_CPUS, NO_CPUS
-    every = frozenset(engine | own)
-    return every, every - own
+        return NO_CPUS
+    return NO_CPUS if engine <= own else frozenset(engine | own)

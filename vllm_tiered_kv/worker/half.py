@@ -36,6 +36,7 @@ from vllm_tiered_kv.protocol import (
     WorkerReport,
 )
 from vllm_tiered_kv.worker.copy import BlockCopies, Copier, CopyError, open_copier
+from vllm_tiered_kv.worker.copy.streaming import streaming_copy
 from vllm_tiered_kv.worker.cpus import NO_CPUS, copy_cpus
 from vllm_tiered_kv.worker.mover import (
     COPY_TIMEOUT,
@@ -127,6 +128,7 @@ class WorkerHalf:
             group_pages([kv_caches[name] for name in layers if name in kv_caches], self._num_blocks)
             for layers in self._group_layers
         )
+        streaming_copy()  # compiled now, not when the first request waits for it
 
     def set_up(self, setup: Setup) -> None:
         """Open pool, copier, lanes and side channel as the scheduler half says; once."""
@@ -153,7 +155,7 @@ class WorkerHalf:
         """A lane a direction; in host memory the copying itself takes place on its threads."""
         on_device = any(row.is_cuda for group in self._groups for row in group.rows)
         piece_bytes = PIECE_BYTES if on_device else HOST_PIECE_BYTES
-        every, spare = (NO_CPUS, NO_CPUS) if on_device else copy_cpus()
+        cpus = NO_CPUS if on_device else copy_cpus()
         self._lanes = {
             Direction.LOAD: Lane(
                 Direction.LOAD,
@@ -161,14 +163,14 @@ class WorkerHalf:
                 self._load_ended,
                 threads=LOAD_THREADS,
                 piece_bytes=piece_bytes,
-                cpus=every,
+                cpus=cpus,
             ),
             Direction.STORE: Lane(
                 Direction.STORE,
                 self._copy,
                 self._store_ended,
                 piece_bytes=piece_bytes,
-                cpus=spare,
+                cpus=cpus,
                 nice=0 if on_device else STORE_NICE,
             ),
         }
