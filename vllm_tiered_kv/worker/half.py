@@ -76,8 +76,8 @@ class WorkerHalf:
         group_layers: the layer names of each KV cache group, in the geometry's order.
         num_blocks: device blocks.
         block_tokens: tokens a block, by group.
-        report_blocks: whether a failed load may name its bad blocks (one KV cache group)
-            or fails as a whole (block ids are ambiguous between groups).
+        report_blocks: whether a failed load may name its bad blocks (one full-attention
+            group) or fails as a whole (several groups, or a sliding window).
     """
 
     def __init__(
@@ -110,7 +110,6 @@ class WorkerHalf:
         self._loads: dict[int, LoadJob] = {}  # engine thread only
         self._ended: list[JobResult] = []  # loads whose end vLLM has not been told
         self._refail: set[str] = set()
-        self._bad_blocks: set[int] = set()
         self._mark: Any = None
         self._plan: StepPlan | None = None
         self._unstarted: tuple[StoreJob, ...] = ()
