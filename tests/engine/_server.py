@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -172,6 +173,30 @@ def prompt(seed: int | str, tokens: int) -> list[int]:
     """Random token ids, the same for the same seed; no special tokens among them."""
     rng = random.Random(str(seed))
     return [rng.randrange(8, 4096) for _ in range(tokens)]
+
+
+def stored(client: Client) -> None:
+    """Wait until no chunk is on its way into the tier any more.
+
+    Nothing wakes an idle engine, so its figures move with requests only: tiny ones are sent,
+    too short to store anything.
+
+    Raises:
+        TimeoutError: stores did not end.
+    """
+    deadline = time.monotonic() + 60
+    while True:
+        client.complete([9, 8, 9], max_tokens=1)
+        if not client.metrics().value("vllm:tiered_kv_jobs_in_flight", direction="store"):
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError("stores did not end within a minute")
+
+
+def flushed(client: Client) -> bool:
+    """Empty the device's prefix cache, once all that was computed is in the tier."""
+    stored(client)
+    return client.reset_prefix_cache()
 
 
 def assert_same_output(expected: Completion, actual: Completion) -> None:

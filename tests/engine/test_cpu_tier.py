@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.engine._server import BLOCK_TOKENS, Models, Pool, assert_same_output, prompt
+from tests.engine._server import (
+    BLOCK_TOKENS,
+    Models,
+    Pool,
+    assert_same_output,
+    flushed,
+    prompt,
+)
 from tools.serving import Client, Completion, Metrics
 
 CPU = {"cpu": {"capacity": "512MiB"}}
@@ -46,7 +53,7 @@ def test_a_prompt_comes_back_after_it_left_the_device(client: Client) -> None:
     tokens = prompt("back", 1000)
     want = cold(client, tokens)
     first = client.complete(tokens)
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     again, from_cpu = arrived(client, lambda: client.complete(tokens))
     assert from_cpu == 1000 // BLOCK_TOKENS * BLOCK_TOKENS
     assert again.cached_tokens == from_cpu
@@ -59,7 +66,7 @@ def test_lengths_around_a_block(client: Client, length: int) -> None:
     tokens = prompt(f"length {length}", length)
     want = cold(client, tokens, max_tokens=4)
     client.complete(tokens, max_tokens=4)
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     again, from_cpu = arrived(client, lambda: client.complete(tokens, max_tokens=4))
     assert from_cpu == length // BLOCK_TOKENS * BLOCK_TOKENS
     assert_same_output(want, again)
@@ -69,7 +76,7 @@ def test_one_generated_token(client: Client) -> None:
     tokens = prompt("one", 700)
     want = cold(client, tokens, max_tokens=1)
     client.complete(tokens, max_tokens=1)
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     again, from_cpu = arrived(client, lambda: client.complete(tokens, max_tokens=1))
     assert from_cpu == 640
     assert_same_output(want, again)
@@ -85,7 +92,7 @@ def test_a_conversation_finds_its_own_answers(client: Client) -> None:
             # Everything up to the last generated token of the turn before, in whole chunks.
             assert from_cpu == (len(history) - 21) // BLOCK_TOKENS * BLOCK_TOKENS
         history = [*history, *answer.token_ids, *prompt(f"turn {turn + 1}", 20)]
-        assert client.reset_prefix_cache()
+        assert flushed(client)
 
 
 def test_chunked_prefill(servers: Pool) -> None:
@@ -93,7 +100,7 @@ def test_chunked_prefill(servers: Pool) -> None:
     tokens = prompt("chunked", 1500)
     want = cold(client, tokens)
     client.complete(tokens)
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     again, from_cpu = arrived(client, lambda: client.complete(tokens))
     assert from_cpu == 1408
     assert_same_output(want, again)
@@ -104,7 +111,7 @@ def test_requests_that_share_a_prefix_at_once(client: Client) -> None:
     prompts = [[*shared, *prompt(f"own {i}", 30)] for i in range(6)]
     want = [cold(client, p, max_tokens=6) for p in prompts]
     client.complete(prompts[0])
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     before = client.metrics()
     with ThreadPoolExecutor(6) as pool:
         got = list(pool.map(lambda p: client.complete(p, max_tokens=6), prompts))
@@ -129,13 +136,13 @@ def test_several_samples_of_one_prompt(client: Client) -> None:
         for choice in response.json()["choices"]:
             ids = [int(t.removeprefix("token_id:")) for t in choice["logprobs"]["tokens"]]
             assert ids == list(want.token_ids)
-        assert client.reset_prefix_cache()
+        assert flushed(client)
 
 
 def test_prompt_logprobs_are_those_of_a_cold_run(client: Client) -> None:
     tokens = prompt("scored", 400)
     client.complete(tokens)
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     body = {
         "prompt": tokens, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0,
         "model": client.models()[0],
@@ -148,15 +155,15 @@ def test_prompt_logprobs_are_those_of_a_cold_run(client: Client) -> None:
         rows = response.json()["choices"][0]["prompt_logprobs"][1:]
         scores.append([next(iter(row.values()))["logprob"] for row in rows])
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)
-    assert client.reset_prefix_cache()
+    assert flushed(client)
 
 
 def test_salts_keep_requests_apart(client: Client) -> None:
     tokens = prompt("salted", 500)
     client.complete(tokens, cache_salt="a")
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     _, other = arrived(client, lambda: client.complete(tokens, cache_salt="b"))
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     _, same = arrived(client, lambda: client.complete(tokens, cache_salt="a"))
     assert (other, same) == (0, 384)
 
@@ -164,12 +171,12 @@ def test_salts_keep_requests_apart(client: Client) -> None:
 def test_a_request_may_keep_out(client: Client) -> None:
     tokens = prompt("private", 500)
     client.complete(tokens, kv_transfer_params={"tiered_kv": {"store": False}})
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     _, unsaved = arrived(client, lambda: client.complete(tokens))
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     refusing = {"tiered_kv": {"load": False}}
     _, unread = arrived(client, lambda: client.complete(tokens, kv_transfer_params=refusing))
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     _, read = arrived(client, lambda: client.complete(tokens))
     assert (unsaved, unread, read) == (0, 0, 384)
 
@@ -186,7 +193,7 @@ def test_nothing_from_before_a_connector_reset_is_served(client: Client) -> None
     assert client.reset_prefix_cache(external=True)
     _, from_cpu = arrived(client, lambda: client.complete(tokens))
     assert from_cpu == 0
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     _, from_cpu = arrived(client, lambda: client.complete(tokens))
     assert from_cpu == 384
 
@@ -194,7 +201,7 @@ def test_nothing_from_before_a_connector_reset_is_served(client: Client) -> None
 def test_a_client_that_leaves_leaks_nothing(client: Client) -> None:
     tokens = prompt("leaver", 2000)
     client.complete(tokens)
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     body = {
         "prompt": tokens, "max_tokens": 1500, "stream": True, "model": client.models()[0],
         "ignore_eos": True,
@@ -204,7 +211,7 @@ def test_a_client_that_leaves_leaks_nothing(client: Client) -> None:
             for _ in zip(range(lines), response.iter_lines(), strict=False):
                 pass
     client.wait_for_metrics(lambda m: m.value("vllm:num_requests_running") == 0)
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     again, _ = arrived(client, lambda: client.complete(tokens))
     assert_same_output(cold(client, tokens), again)
 
@@ -212,7 +219,7 @@ def test_a_client_that_leaves_leaks_nothing(client: Client) -> None:
 def test_vllms_own_counters_agree(client: Client) -> None:
     tokens = prompt("counted", 640)
     client.complete(tokens)
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     before = client.metrics()
     client.complete(tokens)
     after = client.metrics()
@@ -244,7 +251,7 @@ def test_a_device_too_small_for_its_requests(servers: Pool) -> None:
             assert_same_output(w, g)
     assert hit_tokens(client.metrics()) > 0
     assert client.metrics().value("vllm:num_preemptions_total") > 0
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     assert client.metrics().value("vllm:tiered_kv_failures_total", kind="internal") == 0
 
 
@@ -253,7 +260,7 @@ def test_a_tier_smaller_than_one_request(servers: Pool) -> None:
     tokens = prompt("small tier", 1500)
     want = cold(client, tokens, kv_transfer_params={"tiered_kv": {"store": False}})
     client.complete(tokens)
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     again, from_cpu = arrived(client, lambda: client.complete(tokens))
     assert 0 < from_cpu <= 5 * BLOCK_TOKENS
     assert_same_output(want, again)
@@ -265,7 +272,7 @@ def test_several_kv_cache_groups(servers: Pool) -> None:
         tokens = prompt(f"gemma {length}", length)
         want = cold(client, tokens)
         client.complete(tokens)
-        assert client.reset_prefix_cache()
+        assert flushed(client)
         again, from_cpu = arrived(client, lambda t=tokens: client.complete(t))
         assert from_cpu > 0
         assert from_cpu >= length - 2 * BLOCK_TOKENS
@@ -277,7 +284,7 @@ def test_a_sliding_window_alone(servers: Pool) -> None:
     tokens = prompt("mistral", 1001)
     want = cold(client, tokens)
     client.complete(tokens)
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     again, from_cpu = arrived(client, lambda: client.complete(tokens))
     assert from_cpu == 896
     assert_same_output(want, again)
@@ -292,11 +299,11 @@ def test_lora_adapters_keep_to_themselves(servers: Pool, models: Models) -> None
     want = {name: cold(client, tokens, model=name) for name in ("one", "two")}
     assert want["one"].logprobs != want["two"].logprobs
     client.complete(tokens, model="one")
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     two, from_cpu = arrived(client, lambda: client.complete(tokens, model="two"))
     assert from_cpu == 0
     assert_same_output(want["two"], two)
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     one, from_cpu = arrived(client, lambda: client.complete(tokens, model="one"))
     assert from_cpu == 512
     assert_same_output(want["one"], one)
@@ -311,7 +318,7 @@ def test_tensor_parallelism(servers: Pool) -> None:
     tokens = prompt("parallel", 1000)
     want = cold(client, tokens)
     client.complete(tokens)
-    assert client.reset_prefix_cache()
+    assert flushed(client)
     again, from_cpu = arrived(client, lambda: client.complete(tokens))
     assert from_cpu == 896
     assert_same_output(want, again)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine._server import Pool, prompt, tiered
+from tests.engine._server import Pool, flushed, prompt, tiered
 from tools.serving import RequestFailed, ServerFailed
 
 CPU = {"cpu": {"capacity": "256MiB"}}
@@ -65,7 +65,7 @@ def test_a_policy_that_fails_requests_is_warned_about_and_a_module_path_works(
         assert len(warnings) == 1
         client = running.client
         client.complete(prompt("path", 300))
-        assert client.reset_prefix_cache()
+        assert flushed(client)
         assert client.complete(prompt("path", 300)).cached_tokens == 256
 
 

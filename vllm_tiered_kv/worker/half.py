@@ -53,7 +53,7 @@ LOAD_THREADS = 2
 STORE_NICE = 10
 """Stores in host memory stand back behind the threads that answer requests."""
 IDLE_WAIT = 0.003
-"""Seconds a step that computes nothing waits for a load to end."""
+"""Seconds a step that computes nothing waits for a copy to end."""
 CLOSE_TIMEOUT = 5.0
 
 
@@ -103,7 +103,7 @@ class WorkerHalf:
         self._channel: WorkerEndpoint | None = None
         self._trouble = OncePerKind(logger)
         self._lock = threading.Lock()
-        self._load_ended_event = threading.Condition(self._lock)
+        self._copy_ended = threading.Condition(self._lock)
         self._load_results: list[JobResult] = []  # engine thread only
         self._results: list[JobResult] = []  # stores, not yet in worker metadata
         self._counts = metrics.Tally()
@@ -226,14 +226,15 @@ class WorkerHalf:
         """Loads that ended since the last call; each request once.
 
         Args:
-            idle: this step computes nothing, and neither can the next before a load ends:
-                wait for it a little here, where waiting keeps nobody from anything, rather
-                than spin through steps that take the copying threads' time.
+            idle: this step computes nothing, and neither can the next before a load, or a
+                store that somebody waits for, ends: wait for it a little here, where waiting
+                keeps nobody from anything, rather than spin through steps that take the
+                copying threads' time.
         """
         outcome = LoadOutcome()
         with self._lock:
-            if idle and self._loads and not self._ended:
-                self._load_ended_event.wait(IDLE_WAIT)
+            if idle and not self._ended and not self._results and self._copying():
+                self._copy_ended.wait(IDLE_WAIT)
             ended, self._ended = self._ended, []
         for result in ended:
             load = self._loads.pop(result.job, None)
@@ -351,16 +352,22 @@ class WorkerHalf:
             )
         )
 
+    def _copying(self) -> bool:
+        """Whether a load or a store is under way."""
+        lane = self._lanes.get(Direction.STORE)
+        return bool(self._loads) or (lane is not None and lane.in_flight > 0)
+
     # -- results (lane threads) ------------------------------------------------------------
 
     def _load_ended(self, result: JobResult) -> None:
         with self._lock:
             self._ended.append(result)
-            self._load_ended_event.notify_all()
+            self._copy_ended.notify_all()
 
     def _store_ended(self, result: JobResult) -> None:
         with self._lock:
             self._results.append(result)
+            self._copy_ended.notify_all()
         if self._channel is not None:
             self._channel.send(WorkerReport(self._rank, (result,)))
 
