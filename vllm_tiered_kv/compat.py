@@ -111,7 +111,17 @@ def describe_group(spec: KVCacheSpec, dcp: int) -> tuple[GroupKind, int, int]:
     if isinstance(spec, FullAttentionSpec):
         return GroupKind.FULL, tokens, 0
     if isinstance(spec, MambaSpec):
-        raise UnsupportedModel("models with Mamba or linear-attention state are not supported yet")
+        if spec.mamba_cache_mode != "align":
+            raise UnsupportedModel(
+                f"mamba_cache_mode is {spec.mamba_cache_mode!r}: states of Mamba and linear "
+                "attention are kept with --enable-prefix-caching and --mamba-cache-mode align only"
+            )
+        if spec.num_speculative_blocks:
+            raise UnsupportedModel(
+                "speculative decoding with Mamba or linear-attention layers is not supported: "
+                "their states are settled only after the step they were computed in"
+            )
+        return GroupKind.STATE, tokens, 0
     if isinstance(spec, ChunkedLocalAttentionSpec):
         raise UnsupportedModel("chunked local attention is not supported yet")
     if isinstance(spec, (CrossAttentionSpec, EncoderOnlyAttentionSpec)):
@@ -188,6 +198,9 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "speculative decoding with a draft model that has KV of its own (EAGLE, MTP) is not "
             "supported yet: its last block lags behind the tokens"
         )
+    groups = kv_cache_config.kv_cache_groups
+    if groups and all(isinstance(group.kv_cache_spec, MambaSpec) for group in groups):
+        raise UnsupportedModel("models of Mamba layers alone are not supported yet")
     cacheable = kv_cache_config.prefix_cacheable_group_ids
     if len(cacheable) != len(kv_cache_config.kv_cache_groups):
         raise UnsupportedModel("some KV cache groups of this model cannot be cached by prefix")
@@ -198,6 +211,19 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 def null_block_id(pool: BlockPool) -> int:
     """The id that stands for "no block here" in a block table."""
     return int(pool.null_block.block_id)
+
+
+def handed_over_states(output: SchedulerOutput, request_id: str) -> Sequence[tuple[int, int, int]]:
+    """``(group, block, tokens)`` of each recurrent state this step leaves at a boundary.
+
+    The block holds the state after that many tokens once the step has run, and is not written
+    again before it is handed out.
+    """
+    block_state = output.kv_connector_block_state
+    if block_state is None:
+        return ()
+    states: dict[str, list[tuple[int, int, int]]] = block_state.boundary_state_offloads
+    return states.get(request_id, ())
 
 
 def is_free(block: KVCacheBlock) -> bool:

@@ -22,6 +22,7 @@ class GroupKind(enum.Enum):
 
     FULL = "full"  # all of them
     WINDOW = "window"  # those its sliding window still sees
+    STATE = "state"  # the last: it holds all that a recurrent layer remembers
 
 
 class GroupGeometry(msgspec.Struct, frozen=True):
@@ -38,6 +39,8 @@ class GroupGeometry(msgspec.Struct, frozen=True):
         """The first earlier token that is still read when ``position`` is computed next."""
         if self.kind is GroupKind.FULL:
             return 0
+        if self.kind is GroupKind.STATE:
+            return max(0, position - 1)
         return max(0, position - self.window + 1)
 
 
@@ -56,7 +59,7 @@ class Geometry(msgspec.Struct, frozen=True):
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot on one rank: a chunk of the largest group, aligned."""
-        largest = max(self.blocks_per_chunk(g) * self.groups[g].block_bytes for g in self.group_ids)
+        largest = max(self.kept_blocks(g) * self.groups[g].block_bytes for g in self.group_ids)
         return self.align_slot(largest)
 
     @staticmethod
@@ -64,8 +67,13 @@ class Geometry(msgspec.Struct, frozen=True):
         return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     @property
-    def has_windows(self) -> bool:
-        return any(group.kind is GroupKind.WINDOW for group in self.groups)
+    def keeps_all(self) -> bool:
+        """Every group needs all blocks of a prefix: there are no windows and no states."""
+        return all(group.kind is GroupKind.FULL for group in self.groups)
+
+    @property
+    def has_states(self) -> bool:
+        return any(group.kind is GroupKind.STATE for group in self.groups)
 
     @property
     def group_ids(self) -> range:
@@ -73,6 +81,12 @@ class Geometry(msgspec.Struct, frozen=True):
 
     def blocks_per_chunk(self, group: int) -> int:
         return self.chunk_tokens // self.groups[group].block_tokens
+
+    def kept_blocks(self, group: int) -> int:
+        """Blocks of a chunk that are stored: of a state only the last."""
+        if self.groups[group].kind is GroupKind.STATE:
+            return 1
+        return self.blocks_per_chunk(group)
 
 
 def plan_geometry(
@@ -100,6 +114,9 @@ def plan_geometry(
                 f"{scheduler_tokens} tokens"
             )
         return Geometry(chunk_tokens, hash_tokens, tuple(groups))
+    if any(group.kind is GroupKind.STATE for group in groups):
+        # A state can be resumed from wherever vLLM keeps one: at any block's end.
+        return Geometry(scheduler_tokens, hash_tokens, tuple(groups))
     step = max(g.block_bytes * (scheduler_tokens // g.block_tokens) for g in groups)
     by_bytes = max(1, -(-TARGET_CHUNK_BYTES // max(1, step)))
     by_tokens = max(1, MAX_CHUNK_TOKENS // scheduler_tokens)

@@ -13,7 +13,8 @@ def usable_chunks(geometry: Geometry, run: Sequence[Node], first: int, start: in
     """The longest usable head of a run.
 
     A full-attention group needs every chunk of the head; a sliding-window group needs those
-    its window still sees from the head's end. What lies before ``start`` is on the device.
+    its window still sees from the head's end, a state group the last. What lies before
+    ``start`` is on the device.
 
     Args:
         geometry: the cut.

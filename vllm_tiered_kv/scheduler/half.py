@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import compat, metrics
@@ -19,6 +19,7 @@ from vllm_tiered_kv.protocol import Direction, Setup, StepPlan, WorkerReport
 from vllm_tiered_kv.scheduler.core import TIER, Core, SchedulerSettings
 from vllm_tiered_kv.scheduler.loads import LoadPlanner
 from vllm_tiered_kv.scheduler.requests import NEVER, RequestState
+from vllm_tiered_kv.scheduler.states import NO_STATES, States, found_states, kept_states
 from vllm_tiered_kv.scheduler.stores import StorePlanner
 
 if TYPE_CHECKING:
@@ -112,12 +113,13 @@ class SchedulerHalf:
             state = requests.get(request_id)
             if state is None:
                 continue
-            state.unsure = False
+            first, state.unsure = state.unsure, False
             computed = state.request.num_computed_tokens + scheduled
             if computed >= state.next_store_at:
                 tables = functools.partial(_block_tables, output, request_id)
                 try:
-                    self.stores.computed(state, computed, tables)
+                    states = self._states(state, output, tables, first=first)
+                    self.stores.computed(state, computed, tables, states)
                 except Exception:  # noqa: BLE001
                     state.next_store_at = NEVER
                     self.core.bug("planning a store")
@@ -134,6 +136,26 @@ class SchedulerHalf:
         for sent in (loads.jobs, stores.jobs, stores.fences, loads.cancels, loads.refail):
             sent.clear()
         return plan
+
+    def _states(
+        self,
+        state: RequestState,
+        output: SchedulerOutput,
+        block_ids: Callable[[], Sequence[Sequence[int]]],
+        *,
+        first: bool,
+    ) -> States:
+        """The recurrent states of a request that can be stored after this step."""
+        core = self.core
+        if not core.geometry.has_states:
+            return NO_STATES
+        states: dict[int, Mapping[int, int]] = {}
+        if first and (tables := block_ids()):
+            found = state.request.num_computed_tokens
+            states.update(found_states(core.geometry, found, tables, core.null_block))
+        handed_over = compat.handed_over_states(output, state.request.request_id)
+        states.update(kept_states(core.geometry, handed_over))
+        return states
 
     def update(self, output: KVConnectorOutput, reports: Sequence[WorkerReport]) -> None:
         """Take in what the ranks sent with a step's output."""

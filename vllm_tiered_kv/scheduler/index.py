@@ -30,12 +30,14 @@ class NodeState(enum.Enum):
 class Node:
     """One chunk. Mutable, owned by the index; others read it and hold it by pins."""
 
-    __slots__ = ("children", "key", "last_used", "parent", "pins", "slots", "state")
+    __slots__ = ("children", "coming", "key", "last_used", "parent", "pins", "slots", "state")
 
     def __init__(self, key: bytes, parent: Node | None, slots: list[int], now: int) -> None:
         self.key = key
         self.parent = parent
         self.slots = slots
+        self.coming: dict[int, int] = {}
+        """Slots being written for groups whose part is to be added, by group."""
         self.last_used = now
         self.children = 0
         self.pins = 0
@@ -110,20 +112,8 @@ class ChunkIndex:
         Returns:
             None if there is no room that may be taken.
         """
-        if parent is not None:
-            self._hold(parent)
-        taken: list[int] = []
-        while len(taken) < len(groups):
-            slot = self._slots.take()
-            if slot is not None:
-                taken.append(slot)
-            elif not self._evict_one():
-                break
-        if parent is not None:
-            self._release(parent)
-        if len(taken) < len(groups):
-            for slot in taken:
-                self._slots.give_back(slot)
+        taken = self._take(len(groups), keep=parent)
+        if taken is None:
             return None
         self._clock += 1
         slots = [ABSENT] * self._num_groups
@@ -134,6 +124,32 @@ class ChunkIndex:
         self.adopt(node, parent)
         self.pin(node)
         return node
+
+    def extend(self, node: Node, groups: Sequence[int]) -> bool:
+        """Room for parts that a stored chunk lacks; False if there is none.
+
+        The node is pinned once more, until :meth:`extended` has said how it ended.
+
+        Args:
+            node: a node that is in the index.
+            groups: groups whose part the node has not, and that are not on their way either.
+        """
+        taken = self._take(len(groups), keep=node)
+        if taken is None:
+            return False
+        node.coming.update(zip(groups, taken, strict=True))
+        self.pin(node)
+        return True
+
+    def extended(self, node: Node, groups: Sequence[int], *, arrived: bool) -> None:
+        """The parts have been written, or will never be; gives up the pin."""
+        for group in groups:
+            slot = node.coming.pop(group)
+            if arrived and node.state is not NodeState.GONE and node.slots[group] == ABSENT:
+                node.slots[group] = slot
+            else:
+                self._slots.give_back(slot)
+        self.unpin(node)
 
     def adopt(self, node: Node, parent: Node | None) -> None:
         """Tie a node to the chunk before it, if it has lost it or never had it."""
@@ -184,11 +200,31 @@ class ChunkIndex:
             node.parent = None
             node.children = 0
         held = [slot for node in self._pinned for slot in node.slots if slot != ABSENT]
+        held += [slot for node in self._pinned for slot in node.coming.values()]
         self._slots.reset(held)
         self._nodes = {}
         self._leaves = OrderedDict()
 
     # -- inside ----------------------------------------------------------------
+
+    def _take(self, count: int, *, keep: Node | None) -> list[int] | None:
+        """Free slots, evicting what was least recently used, but never ``keep``."""
+        if keep is not None:
+            self._hold(keep)
+        taken: list[int] = []
+        while len(taken) < count:
+            slot = self._slots.take()
+            if slot is not None:
+                taken.append(slot)
+            elif not self._evict_one():
+                break
+        if keep is not None:
+            self._release(keep)
+        if len(taken) == count:
+            return taken
+        for slot in taken:
+            self._slots.give_back(slot)
+        return None
 
     def _hold(self, node: Node) -> None:
         node.pins += 1

@@ -36,12 +36,14 @@ class _Job:
 class ActiveStore(_Job):
     """A chunk on its way out of the device."""
 
-    __slots__ = ("blocks", "node")
+    __slots__ = ("blocks", "extends", "node")
 
-    def __init__(self, node: Node, blocks: tuple[int, ...]) -> None:
+    def __init__(self, node: Node, blocks: tuple[int, ...], extends: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.node = node
         self.blocks = blocks
+        self.extends = extends
+        """The groups whose part is added to a chunk that is stored already; empty: a new one."""
 
 
 class ActiveLoad(_Job):

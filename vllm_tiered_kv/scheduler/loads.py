@@ -51,8 +51,9 @@ class LoadPlanner:
         if not allowed or request.skip_reading_prefix_cache:
             return self._answer(state, "skipped", 0)
         # A load may cover the whole prompt: vLLM then computes the last token again. The
-        # window of that token begins one earlier than the blocks vLLM allocates for it.
-        reusable = request.num_tokens - (1 if core.geometry.has_windows else 0)
+        # window of that token begins one earlier than the blocks vLLM allocates for it, and
+        # a state that has seen the token must not see it twice.
+        reusable = request.num_tokens - (0 if core.geometry.keeps_all else 1)
         first = computed // core.geometry.chunk_tokens
         if first >= count_chunks(request.block_hashes, reusable, core.geometry):
             return self._answer(state, "miss", 0)

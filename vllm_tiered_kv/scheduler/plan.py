@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -11,6 +11,8 @@ from vllm_tiered_kv.geometry import Geometry, GroupKind
 from vllm_tiered_kv.protocol import BlockCopy
 from vllm_tiered_kv.scheduler.index import ABSENT
 from vllm_tiered_kv.scheduler.requests import Offer
+
+NO_BLOCKS: Mapping[int, int] = {}
 
 
 class LoadPlan(msgspec.Struct, frozen=True):
@@ -65,6 +67,13 @@ def plan_load(
     for group, spec in enumerate(geometry.groups):
         per_chunk = geometry.blocks_per_chunk(group)
         table = block_ids[group]
+        if spec.kind is GroupKind.STATE:
+            state = _load_state(geometry, offer, end, group, table, null_block)
+            if state is None:
+                return None
+            copies.append(state)
+            sources.append(len(offer.nodes) - 1)
+            continue
         start, stop = offer.start // spec.block_tokens, -(-end // spec.block_tokens)
         if stop > len(table):
             return None
@@ -91,18 +100,52 @@ def plan_load(
     return LoadPlan(tuple(copies), tuple(sources))
 
 
+def _load_state(
+    geometry: Geometry,
+    offer: Offer,
+    end: int,
+    group: int,
+    table: Sequence[int],
+    null_block: int,
+) -> BlockCopy | None:
+    """A state is restored whole, and only where the offer ends: no other moment was kept."""
+    at = end // geometry.groups[group].block_tokens - 1
+    if end != offer.start + offer.tokens(geometry.chunk_tokens) or at >= len(table):
+        return None
+    slot, block = offer.nodes[-1].slots[group], table[at]
+    if slot == ABSENT or block == null_block:
+        return None
+    return BlockCopy(group, slot, 0, (block,))
+
+
 def blocks_of_chunk(
-    geometry: Geometry, chunk: int, block_ids: Sequence[Sequence[int]], null_block: int
+    geometry: Geometry,
+    chunk: int,
+    block_ids: Sequence[Sequence[int]],
+    null_block: int,
+    states: Mapping[int, int] = NO_BLOCKS,
 ) -> dict[int, tuple[int, ...]] | None:
     """The device blocks that hold one full chunk, by group.
 
-    A sliding-window group has no part once some of its blocks have left the window.
+    A sliding-window group has no part once some of its blocks have left the window, a state
+    group none unless a state was kept at the chunk's very end.
+
+    Args:
+        geometry: the cut.
+        chunk: index of the chunk within the prompt.
+        block_ids: the request's block table, one list a group.
+        null_block: the id that stands for "no block".
+        states: by group the block that holds the state at the chunk's end.
 
     Returns:
         None if a full-attention group does not hold the chunk.
     """
     parts: dict[int, tuple[int, ...]] = {}
     for group, spec in enumerate(geometry.groups):
+        if spec.kind is GroupKind.STATE:
+            if states.get(group, null_block) != null_block:
+                parts[group] = (states[group],)
+            continue
         per_chunk = geometry.blocks_per_chunk(group)
         blocks = tuple(block_ids[group][chunk * per_chunk : (chunk + 1) * per_chunk])
         if len(blocks) == per_chunk and null_block not in blocks:

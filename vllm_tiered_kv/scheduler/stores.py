@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import compat
 from vllm_tiered_kv.protocol import BlockCopy, JobStatus, StoreJob
 from vllm_tiered_kv.scheduler.core import Core
-from vllm_tiered_kv.scheduler.index import Node, NodeState
+from vllm_tiered_kv.scheduler.index import ABSENT, Node, NodeState
 from vllm_tiered_kv.scheduler.jobs import ActiveStore
-from vllm_tiered_kv.scheduler.plan import blocks_of_chunk, chunk_key
+from vllm_tiered_kv.scheduler.plan import NO_BLOCKS, blocks_of_chunk, chunk_key
 from vllm_tiered_kv.scheduler.requests import NEVER, RequestState
+from vllm_tiered_kv.scheduler.states import NO_STATES, States
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import BlockPool, KVCacheBlock
@@ -44,15 +45,26 @@ class StorePlanner:
         self._pool = pool
 
     def computed(
-        self, state: RequestState, computed: int, block_ids: Callable[[], BlockTables]
+        self,
+        state: RequestState,
+        computed: int,
+        block_ids: Callable[[], BlockTables],
+        states: States = NO_STATES,
     ) -> None:
-        """Store what is complete once the step now being planned has run."""
+        """Store what is complete once the step now being planned has run.
+
+        Args:
+            state: the request.
+            computed: its tokens that are computed then.
+            block_ids: its block tables, asked for only where something is stored.
+            states: recurrent states that are complete then.
+        """
         if state.epoch != self._core.epoch:
             state.next_store_at = NEVER  # its blocks are from before a reset
             return
         # Draft tokens may be rejected: only tokens that are known count.
         target = self._target(state, min(computed, state.request.num_tokens))
-        self._walk(state, target, block_ids)
+        self._walk(state, target, block_ids, states)
 
     def finished(self, state: RequestState, block_ids: BlockTables) -> None:
         """The last chance: the request ends and its blocks are freed after this call."""
@@ -64,13 +76,21 @@ class StorePlanner:
         target = self._target(state, min(request.num_computed_tokens, known))
         if target <= state.next_chunk:
             return
-        self._walk(state, target, lambda: block_ids)
+        self._walk(state, target, lambda: block_ids, NO_STATES)
         if (missing := target - state.next_chunk) > 0:
             self._core.count_chunks("dropped", missing)
 
     def ended(self, store: ActiveStore) -> None:
         """Every rank has reported the store."""
         core = self._core
+        if store.extends:
+            done = store.status is JobStatus.DONE
+            core.index.extended(store.node, store.extends, arrived=done)
+            if done:
+                core.count_copy("store", store.nbytes, store.seconds)
+            elif store.status is JobStatus.FAILED:
+                core.fail("store", "storing a chunk failed; it is not kept")
+            return
         if store.status is JobStatus.DONE:
             wanted = store.node.state is NodeState.STORING
             core.index.commit(store.node)
@@ -97,7 +117,13 @@ class StorePlanner:
         hashed = len(request.block_hashes) * geometry.hash_tokens
         return min(computed, hashed) // geometry.chunk_tokens
 
-    def _walk(self, state: RequestState, target: int, block_ids: Callable[[], BlockTables]) -> None:
+    def _walk(
+        self,
+        state: RequestState,
+        target: int,
+        block_ids: Callable[[], BlockTables],
+        states: States,
+    ) -> None:
         """Visit the request's chunks up to ``target``; start a store for each that is missing.
 
         Stops at the first chunk for which there is no room: the next one would be stored
@@ -113,11 +139,13 @@ class StorePlanner:
             if node is not None:
                 core.index.adopt(node, state.tail)
                 found.append(node)
+                if chunk in states:
+                    self._extend(node, states[chunk])
             else:
                 if state.tail is not None and state.tail.state is NodeState.GONE:
                     break  # the prefix was evicted or failed: without it the rest is useless
                 tables = tables or block_ids()
-                node = self._start(key, state.tail, chunk, tables)
+                node = self._start(key, state.tail, chunk, tables, states.get(chunk, NO_BLOCKS))
                 if node is None:
                     break
             state.tail = node
@@ -127,23 +155,53 @@ class StorePlanner:
         state.next_store_at = (target + 1) * core.geometry.chunk_tokens
 
     def _start(
-        self, key: bytes, parent: Node | None, chunk: int, tables: BlockTables
+        self,
+        key: bytes,
+        parent: Node | None,
+        chunk: int,
+        tables: BlockTables,
+        states: Mapping[int, int],
     ) -> Node | None:
         core = self._core
         if not tables or self._pool is None or len(core.ledger.stores) >= MAX_STORES:
             return None
-        parts = blocks_of_chunk(core.geometry, chunk, tables, core.null_block)
+        parts = blocks_of_chunk(core.geometry, chunk, tables, core.null_block, states)
         if parts is None:
             return None
         node = core.index.reserve(key, parent, list(parts))
         if node is None:
             return None
-        blocks = tuple(block for part in parts.values() for block in part)
-        job = core.ledger.add_store(ActiveStore(node, blocks))
-        compat.watch_blocks(self._pool, blocks, self._on_reuse)
         copies = tuple(BlockCopy(g, node.slots[g], 0, part) for g, part in parts.items())
-        self.jobs.append(StoreJob(job, copies))
+        self._send(self._pool, node, copies)
         return node
+
+    def _extend(self, node: Node, states: Mapping[int, int]) -> None:
+        """Add to a stored chunk the states at its end, which who stored it did not have."""
+        core = self._core
+        if self._pool is None or len(core.ledger.stores) >= MAX_STORES:
+            return
+        missing = {
+            group: block
+            for group, block in states.items()
+            if node.slots[group] == ABSENT and group not in node.coming
+        }
+        groups = tuple(missing)
+        if not groups or not core.index.extend(node, groups):
+            return
+        copies = tuple(BlockCopy(g, node.coming[g], 0, (missing[g],)) for g in groups)
+        self._send(self._pool, node, copies, groups)
+
+    def _send(
+        self,
+        pool: BlockPool,
+        node: Node,
+        copies: tuple[BlockCopy, ...],
+        extends: tuple[int, ...] = (),
+    ) -> None:
+        blocks = tuple(block for copy in copies for block in copy.blocks)
+        job = self._core.ledger.add_store(ActiveStore(node, blocks, extends))
+        compat.watch_blocks(pool, blocks, self._on_reuse)
+        self.jobs.append(StoreJob(job, copies))
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
         """vLLM hands a block out again: what still reads it is void from now on."""

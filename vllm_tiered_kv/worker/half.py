@@ -75,7 +75,7 @@ class WorkerHalf:
         rank: this worker's rank.
         group_layers: the layer names of each KV cache group, in the geometry's order.
         num_blocks: device blocks.
-        block_tokens: tokens a block, by group.
+        block_tokens: tokens a block, by group; None where a chunk keeps one block (a state).
         report_blocks: whether a failed load may name its bad blocks (one full-attention
             group) or fails as a whole (several groups, or a sliding window).
     """
@@ -85,7 +85,7 @@ class WorkerHalf:
         rank: int,
         group_layers: Sequence[Sequence[str]],
         num_blocks: int,
-        block_tokens: Sequence[int],
+        block_tokens: Sequence[int | None],
         *,
         report_blocks: bool,
     ) -> None:
@@ -347,7 +347,7 @@ class WorkerHalf:
     def _slot_size(self, chunk_tokens: int) -> int:
         return Geometry.align_slot(
             max(
-                chunk_tokens // tokens * group.block_bytes
+                (chunk_tokens // tokens if tokens else 1) * group.block_bytes
                 for tokens, group in zip(self._block_tokens, self._groups, strict=True)
             )
         )
