@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every import from vLLM's internals, in one place.
+
+What vLLM renames or moves is mended here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.compat.blocks import (
+    handed_over_states,
+    is_free,
+    null_block_id,
+    watch_blocks,
+)
+from vllm_tiered_kv.compat.factory import register_connector
+from vllm_tiered_kv.compat.facts import (
+    attention_backends,
+    attention_kernel,
+    cache_layout,
+    device_name,
+    hash_seed,
+    hub_snapshot,
+    instruction_set,
+    is_cpu,
+    torch_version,
+    uses_modelscope,
+    vllm_version,
+)
+from vllm_tiered_kv.compat.groups import (
+    block_sizes,
+    bytes_per_block,
+    describe_group,
+)
+from vllm_tiered_kv.compat.names import (
+    CacheHitSource,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorPromMetrics,
+    KVConnectorRole,
+    KVConnectorStats,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm_tiered_kv.compat.parallel import (
+    context_parallel_size,
+    largest_layer_share,
+    worker_rank,
+    world_size,
+)
+from vllm_tiered_kv.compat.supported import check_supported, has_prefix_caching
+from vllm_tiered_kv.compat.unsupported import UnsupportedModel
+
+if TYPE_CHECKING:
+    from vllm.config import LoadConfig as LoadConfig
+    from vllm.config import ModelConfig as ModelConfig
+    from vllm.config import VllmConfig as VllmConfig
+    from vllm.v1.core.block_pool import BlockPool as BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks as KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock as KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput as SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig as KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec as KVCacheGroupSpec
+    from vllm.v1.outputs import KVConnectorOutput as KVConnectorOutput
+    from vllm.v1.request import Request as Request
+
+__all__ = [
+    "CacheHitSource",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+    "UnsupportedModel",
+    "attention_backends",
+    "attention_kernel",
+    "block_sizes",
+    "bytes_per_block",
+    "cache_layout",
+    "check_supported",
+    "context_parallel_size",
+    "describe_group",
+    "device_name",
+    "handed_over_states",
+    "has_prefix_caching",
+    "hash_seed",
+    "hub_snapshot",
+    "instruction_set",
+    "is_cpu",
+    "is_free",
+    "largest_layer_share",
+    "null_block_id",
+    "register_connector",
+    "torch_version",
+    "uses_modelscope",
+    "vllm_version",
+    "watch_blocks",
+    "worker_rank",
+    "world_size",
+]

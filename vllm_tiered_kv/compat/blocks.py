@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of vLLM's block pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+def null_block_id(pool: BlockPool) -> int:
+    """The id that stands for "no block here" in a block table."""
+    return int(pool.null_block.block_id)
+
+
+def handed_over_states(output: SchedulerOutput, request_id: str) -> Sequence[tuple[int, int, int]]:
+    """``(group, block, tokens)`` of each recurrent state this step leaves at a boundary.
+
+    The block holds the state after that many tokens once the step has run, and is not written
+    again before it is handed out.
+    """
+    block_state = output.kv_connector_block_state
+    if block_state is None:
+        return ()
+    states: dict[str, list[tuple[int, int, int]]] = block_state.boundary_state_offloads
+    return states.get(request_id, ())
+
+
+def is_free(block: KVCacheBlock) -> bool:
+    """Whether a watched block is still free: its watcher was called by a cache reset.
+
+    A block that is handed out has left the free queue by then.
+    """
+    return block.next_free_block is not None
+
+
+def watch_blocks(pool: BlockPool, block_ids: Iterable[int], on_reuse: Any) -> None:
+    """Be told before any of these blocks is handed out again or the cache is reset.
+
+    The blocks must be held by somebody now, or be free. They are not held by this call:
+    they count as free as soon as their owner frees them, so nothing that waits for free
+    blocks (preemption, a cache reset, pause) ever waits for us.
+    """
+    blocks: list[KVCacheBlock] = [pool.blocks[block_id] for block_id in block_ids]
+    pool.touch(blocks)
+    pool.unpin_blocks(blocks, on_reuse)

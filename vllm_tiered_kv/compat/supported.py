@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which configurations are served."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.compat.groups import has_state
+from vllm_tiered_kv.compat.unsupported import UnsupportedModel
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def has_prefix_caching(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM's own prefix cache on the device is on."""
+    return bool(vllm_config.cache_config.enable_prefix_caching)
+
+
+def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse, by name, what would be served wrongly.
+
+    Raises:
+        UnsupportedModel: the message says what and why.
+    """
+    speculative = vllm_config.speculative_config
+    model = vllm_config.model_config
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        raise UnsupportedModel(
+            "this pooling model needs the whole prompt in one pass: it cannot go on from a prefix"
+        )
+    if model.enable_sleep_mode:
+        raise UnsupportedModel(
+            "sleep mode is not supported yet: it takes KV memory away while chunks are copied"
+        )
+    drafts = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
+    if speculative is not None:
+        drafts = drafts or speculative.use_eagle() or speculative.uses_draft_model()
+    if drafts:
+        raise UnsupportedModel(
+            "speculative decoding with a draft model that has KV of its own (EAGLE, MTP) is not "
+            "supported yet: its last block lags behind the tokens"
+        )
+    groups = kv_cache_config.kv_cache_groups
+    if groups and all(has_state(group.kv_cache_spec) for group in groups):
+        raise UnsupportedModel("models of Mamba layers alone are not supported yet")
+    cacheable = kv_cache_config.prefix_cacheable_group_ids
+    if len(cacheable) != len(kv_cache_config.kv_cache_groups):
+        raise UnsupportedModel("some KV cache groups of this model cannot be cached by prefix")
+    if not kv_cache_config.kv_cache_groups:
+        raise UnsupportedModel("this model has no KV cache")
