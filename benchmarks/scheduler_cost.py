@@ -37,6 +37,7 @@ def make_half(index_chunks: int) -> SchedulerHalf:
         num_slots=index_chunks + PROMPT_CHUNKS,
         world_size=1,
         load_deadline=10.0,
+        trust_after_reset=False,
         store_generated=True,
         shares_device_prefixes=True,
     )

@@ -43,6 +43,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         ranks,
         load_deadline=options.load_deadline,
         store_generated=options.store_generated,
+        trust_after_reset=options.trust_after_reset,
         shares_device_prefixes=compat.has_prefix_caching(vllm_config),
     )
     task = NamespaceTask(vllm_config, kv_cache_config, geometry.chunk_tokens)

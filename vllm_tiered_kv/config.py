@@ -89,6 +89,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens a chunk; a multiple of the scheduler's block size. None: chosen by bytes."""
     load_deadline: float = 10.0
     """Seconds after which a load that has not begun to copy is given up and recomputed."""
+    trust_after_reset: bool = False
+    """Keep what is stored when vLLM resets its caches. Only where no reset ever follows a change
+    of the weights: vLLM does not say why it resets, and pausing and sleeping do it too."""
 
 
 def parse_options(raw: Mapping[str, Any]) -> Options:

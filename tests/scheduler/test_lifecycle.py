@@ -166,6 +166,20 @@ def test_nothing_from_before_a_connector_reset_is_served(sim: Make, depth: int) 
     engine.check_quiet()
 
 
+def test_what_was_stored_outlives_a_reset_the_user_trusts(sim: Make, depth: int) -> None:
+    engine = warmed(sim, depth=depth, extra={"trust_after_reset": True})
+    engine.gate.hold("store")
+    engine.complete("b", prompt(160, seed=1), 1)
+    assert engine.half.core.ledger.stores
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.complete("after", prompt(160), 1).cpu == 160
+    engine.gate.release("store")
+    engine.settle()
+    engine.flush_device()
+    assert engine.complete("b again", prompt(160, seed=1), 1).cpu == 160
+    engine.check_quiet()
+
+
 def test_stores_under_way_at_a_connector_reset_are_dropped(sim: Make, depth: int) -> None:
     engine = sim(depth=depth)
     engine.gate.hold("store")

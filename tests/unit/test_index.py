@@ -178,10 +178,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     pins = Bundle("pins")
     stores = Bundle("stores")
+    extensions = Bundle("extensions")
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = ChunkIndex(6, 1)
+        self.index = ChunkIndex(6, 2)
         self.held: list = []
 
     @rule(target=stores, path=st.lists(st.sampled_from("ab"), min_size=1, max_size=4))
@@ -213,6 +214,27 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.unpin(node)
             self.held.remove(node)
 
+    @rule(target=extensions, path=st.lists(st.sampled_from("ab"), min_size=1, max_size=3))
+    def begin_extension(self, path: list[str]):
+        node = self.index.get("".join(path).encode())
+        if node is None or node.slots[1] != ABSENT or 1 in node.coming:
+            return None
+        if not self.index.extend(node, [1]):
+            return None
+        assert self.index.get(node.key) is node  # never evicted for its own part
+        self.held.append(node)
+        return node
+
+    @rule(node=consumes(extensions), ok=st.booleans())
+    def end_extension(self, node, ok: bool) -> None:
+        if node is None:
+            return
+        self.index.extended(node, [1], arrived=ok)
+        assert not node.coming
+        if node.state is not NodeState.GONE:
+            assert (node.slots[1] != ABSENT) == ok
+        self.held.remove(node)
+
     @rule(target=pins, path=st.lists(st.sampled_from("ab"), min_size=1, max_size=4))
     def hit(self, path: list[str]):
         keys = ["".join(path[: i + 1]).encode() for i in range(len(path))]
@@ -241,6 +263,7 @@ class IndexMachine(RuleBasedStateMachine):
     def slots_have_one_owner(self) -> None:
         owners = {id(n): n for n in (*self.index._nodes.values(), *self.held)}
         slots = [s for n in owners.values() for s in n.slots if s != ABSENT]
+        slots += [s for n in owners.values() for s in n.coming.values()]
         assert len(slots) == len(set(slots)) == self.index.used_slots <= 6
 
     @invariant()

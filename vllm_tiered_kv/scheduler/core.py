@@ -29,6 +29,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     load_deadline: float
     """Seconds a load may wait before its first copy, or for another request's load."""
     store_generated: bool
+    trust_after_reset: bool
+    """What was stored before a connector reset may still be offered."""
     shares_device_prefixes: bool
     """vLLM's own prefix caching is on: what one request loads, others find."""
 

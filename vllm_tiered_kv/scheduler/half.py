@@ -181,7 +181,13 @@ class SchedulerHalf:
             self.core.bug("planning a last store")
 
     def reset(self) -> None:
-        """Forget everything stored; nothing from before is ever offered again."""
+        """Forget everything stored; nothing from before is ever offered again.
+
+        Unless the user said that no reset follows a change of the weights: then what was
+        computed before is as good as what will be, also where it is still being copied.
+        """
+        if self.core.settings.trust_after_reset:
+            return
         self.core.epoch += 1
         self.core.index.clear()
         self.stores.reset()
