@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engine._server import Pool, assert_same_output, flushed, prompt, stored
+from tools.serving import Client, Completion
 
 CPU = {"cpu": {"capacity": "256MiB"}}
 
@@ -33,40 +34,47 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def on_device(client: Client, tokens: list[int], **options: Any) -> Completion:
+    """An answer whose prompt was found in the device's cache.
+
+    vLLM leaves a recurrent state at a boundary once it has seen that requests share it: the
+    third time at the latest.
+    """
+    assert client.complete(tokens, **options).cached_tokens < len(tokens)
+    for _ in range(2):
+        stored(client)
+        found = client.complete(tokens, **options)
+        if found.cached_tokens >= len(tokens) - 384:
+            break
+    assert found.cached_tokens > 0
+    return found
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_hit_equals_one_in_the_device_cache(servers: Pool, family: dict[str, Any]) -> None:
     client = servers.get(extra_config=CPU, **family)
     for length in (640, 1001, 1600):
         tokens = prompt(f"family {length}", length)
-        first = client.complete(tokens)
-        assert first.cached_tokens == 0
-        stored(client)
-        on_device = client.complete(tokens)
-        assert on_device.cached_tokens > 0
+        found = on_device(client, tokens)
         assert flushed(client)
         again = client.complete(tokens)
-        assert again.cached_tokens == on_device.cached_tokens
-        assert_same_output(on_device, again)
-    arrived = client.metrics().value("vllm:tiered_kv_hit_tokens_total", tier="cpu")
-    assert arrived > 2000
-    for kind in ("internal", "load_failed", "load_dropped", "store"):
-        assert client.metrics().value("vllm:tiered_kv_failures_total", kind=kind) == 0
+        # In whole chunks, of 128 tokens or more.
+        assert again.cached_tokens == found.cached_tokens // 128 * 128
+        assert_same_output(found, again)
+    metrics = client.metrics()
+    assert metrics.value("vllm:tiered_kv_hit_tokens_total", tier="cpu") >= 384 + 768 + 1536
+    assert metrics.value("vllm:tiered_kv_failures_total") == 0
 
 
 def test_states_of_a_conversation_come_back(servers: Pool) -> None:
     """Each turn ends elsewhere, and states are left at other boundaries."""
     client = servers.get(extra_config=CPU, **FAMILIES["qwen3-next"])
     history = prompt("states", 900)
-    hits = []
-    for turn in range(4):
-        stored(client)
-        on_device = client.complete(history, max_tokens=200)
+    for turn in range(3):
+        found = on_device(client, history, max_tokens=90)
         assert flushed(client)
-        again = client.complete(history, max_tokens=200)
-        assert again.cached_tokens >= on_device.cached_tokens
-        hits.append(again.cached_tokens)
-        if again.cached_tokens == on_device.cached_tokens:
-            assert_same_output(on_device, again)
-        history = [*history, *again.token_ids, *prompt(f"states {turn}", 150)]
-    assert hits == sorted(hits)
-    assert hits[-1] >= 1152
+        again = client.complete(history, max_tokens=90)
+        assert again.cached_tokens == found.cached_tokens
+        assert_same_output(found, again)
+        history = [*history, *again.token_ids, *prompt(f"states {turn}", 250)]
+    assert again.cached_tokens >= 1152

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -136,6 +138,18 @@ class Client:
             finish_reason=finish,
         )
 
+    def abandon(self, prompt: Sequence[int], *, after: int, max_tokens: int) -> None:
+        """Ask for a completion and go away after so many events of its stream.
+
+        Raises:
+            RequestFailed: an error status.
+        """
+        request = {"prompt": list(prompt), "max_tokens": max_tokens, "stream": True}
+        events = self._events(msgspec.json.encode(request | {"ignore_eos": True}))
+        with contextlib.closing(events):
+            for _ in itertools.islice(events, after + 1):
+                pass
+
     def metrics(self) -> Metrics:
         response = self._http.get("/metrics")
         response.raise_for_status()
@@ -170,7 +184,7 @@ class Client:
         response.raise_for_status()
         return bool(response.json()["success"])
 
-    def _events(self, content: bytes) -> Iterator[dict[str, Any]]:
+    def _events(self, content: bytes) -> Generator[dict[str, Any], None, None]:
         headers = {"content-type": "application/json"}
         try:
             with self._http.stream(
