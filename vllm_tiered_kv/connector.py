@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         KVConnectorOutput,
         KVConnectorRole,
         KVConnectorTransferResults,
+        KVTransferConfig,
         Request,
         SchedulerOutput,
         VllmConfig,
@@ -136,6 +137,12 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        self._worker.restore()
+
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         self._worker.before_step(kv_connector_metadata.plan)
 
@@ -181,6 +188,13 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
     def _plan(self) -> StepPlan | None:
         meta = self._connector_metadata
         return meta.plan if isinstance(meta, StepMetadata) else None
+
+    @classmethod
+    def supports_sleep_mode(
+        cls,
+        kv_transfer_config: KVTransferConfig,  # noqa: ARG003 - no option of ours stands against it
+    ) -> bool:
+        return True
 
     # -- both --------------------------------------------------------------------------
 

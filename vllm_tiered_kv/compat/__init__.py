@@ -54,6 +54,7 @@ from vllm_tiered_kv.compat.supported import check_supported, has_prefix_caching
 from vllm_tiered_kv.compat.unsupported import UnsupportedModel
 
 if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig as KVTransferConfig
     from vllm.config import LoadConfig as LoadConfig
     from vllm.config import ModelConfig as ModelConfig
     from vllm.config import VllmConfig as VllmConfig

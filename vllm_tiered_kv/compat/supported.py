@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.compat.groups import has_state
+from vllm_tiered_kv.compat.names import KVConnectorBase_V1
 from vllm_tiered_kv.compat.unsupported import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
 def has_prefix_caching(vllm_config: VllmConfig) -> bool:
     """Whether vLLM's own prefix cache on the device is on."""
     return bool(vllm_config.cache_config.enable_prefix_caching)
+
+
+def tells_of_sleep() -> bool:
+    """Whether this vLLM tells connectors before it takes KV memory away (0.33 does)."""
+    return all(
+        hasattr(KVConnectorBase_V1, name)
+        for name in ("supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches")
+    )
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -30,9 +39,10 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         raise UnsupportedModel(
             "this pooling model needs the whole prompt in one pass: it cannot go on from a prefix"
         )
-    if model.enable_sleep_mode:
+    if model.enable_sleep_mode and not tells_of_sleep():
         raise UnsupportedModel(
-            "sleep mode is not supported yet: it takes KV memory away while chunks are copied"
+            "sleep mode needs vLLM 0.33 or later: this one takes KV memory away while chunks are "
+            "copied, and does not say so"
         )
     drafts = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
     if speculative is not None:

@@ -6,7 +6,9 @@ runners are served: V1 may ask for results before ``wait_for_save``, V2 asks aft
 result is simply reported at the next opportunity.
 
 Run on CPU workers (one, and two with tensor parallelism). The CUDA path (marks are events
-on the compute stream, copies run on side streams) has not been run on a device yet.
+on the compute stream, copies run on side streams) has not been run on a device yet. What sleep mode
+calls (``unregister``, ``restore``; vLLM 0.33) was run in tests on pages in host memory and against
+the stand-in for a device, in no engine that sleeps: vLLM has none on CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.channel import WorkerEndpoint
 from vllm_tiered_kv.geometry import Geometry
-from vllm_tiered_kv.layout import GroupPages, group_pages
+from vllm_tiered_kv.layout import LayoutError
 from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.protocol import (
     MAX_RESULTS,
@@ -45,6 +47,7 @@ from vllm_tiered_kv.worker.mover import (
     CopyJob,
     Lane,
 )
+from vllm_tiered_kv.worker.pages import DevicePages
 from vllm_tiered_kv.worker.pool import HostPool, PoolError
 
 logger = get_logger(__name__)
@@ -55,6 +58,8 @@ STORE_NICE = 10
 IDLE_WAIT = 0.003
 """Seconds a step that computes nothing waits for a copy to end."""
 CLOSE_TIMEOUT = 5.0
+UNREGISTER_TIMEOUT = 30.0
+"""Seconds for copies under way to end before the device's pages are taken away."""
 
 
 class LoadOutcome:
@@ -90,16 +95,17 @@ class WorkerHalf:
         report_blocks: bool,
     ) -> None:
         self._rank = rank
-        self._group_layers = group_layers
-        self._num_blocks = num_blocks
         self._block_tokens = block_tokens
         self._report_blocks = report_blocks
-        self._groups: tuple[GroupPages, ...] = ()
+        self._pages = DevicePages(group_layers, num_blocks)
+        """Without any, every job is dropped."""
         self._setup: Setup | None = None
         self._slot_bytes = 0
         self._pool: HostPool | None = None
         self._copier: Copier | None = None
         self._lanes: dict[Direction, Lane] = {}
+        self._hung: list[Lane] = []
+        """Closed, and still copying."""
         self._channel: WorkerEndpoint | None = None
         self._trouble = OncePerKind(logger)
         self._lock = threading.Lock()
@@ -123,21 +129,69 @@ class WorkerHalf:
         Raises:
             LayoutError: pages that are not contiguous; the engine must not start so.
         """
-        self._groups = tuple(
-            group_pages([kv_caches[name] for name in layers if name in kv_caches], self._num_blocks)
-            for layers in self._group_layers
-        )
+        self._pages.take(kv_caches)
         streaming_copy()  # compiled now, not when the first request waits for it
+        if self._pool is not None and not self._lanes:
+            self._reopen(self._pool)
+
+    def unregister(self) -> None:
+        """The device's pages are about to be taken away (sleep mode): let go of them.
+
+        Jobs under way end as dropped, and so does every job until :meth:`restore`. When this
+        returns, no copy touches a page and nothing here keeps one. May be called again.
+
+        Raises:
+            CopyError: a copy does not end. vLLM must not take the pages from under it.
+        """
+        for store in self._unstarted:
+            self._store_ended(JobResult(store.job, Direction.STORE, JobStatus.DROPPED))
+        self._unstarted = ()
+        lanes, self._lanes = [*self._lanes.values(), *self._hung], {}
+        deadline = time.monotonic() + UNREGISTER_TIMEOUT
+        self._hung = [
+            lane for lane in lanes if not lane.close(max(0.0, deadline - time.monotonic()))
+        ]
+        if self._hung:
+            self._fail("hung", f"a copy did not end in {UNREGISTER_TIMEOUT} s: no CPU tier now")
+            raise CopyError("a copy of KV blocks hangs: the KV cache cannot be given up")
+        self._mark = None
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
+        self._pages.drop()
+
+    def restore(self) -> None:
+        """The device's pages are there again, wherever they are now. May be called again."""
+        if self._pages.groups:
+            return
+        try:
+            self._pages.take_again()
+        except LayoutError as error:
+            self._fail("pool", f"no CPU tier on rank {self._rank} after sleep: {error}")
+            return
+        if self._pool is not None:
+            self._reopen(self._pool)
+
+    def _reopen(self, pool: HostPool) -> None:
+        """Copy again between the pages as they are now and the slots there were."""
+        try:
+            if self._setup is None or self._slot_size(self._setup.chunk_tokens) != self._slot_bytes:
+                raise CopyError("the pages are of another size than before")
+            self._copier = self._open_copier(self._pages.groups, pool)
+            self._open_lanes()
+        except (CopyError, OSError, RuntimeError, MemoryError) as error:
+            self._lanes = {}
+            self._fail("pool", f"no CPU tier on rank {self._rank} any more: {error}")
 
     def set_up(self, setup: Setup) -> None:
         """Open pool, copier, lanes and side channel as the scheduler half says; once."""
-        if setup == self._setup:
-            return
+        if setup == self._setup or not self._pages.groups:
+            return  # without pages there is nothing to copy; a later plan says the same again
         self._setup = setup
         slot_bytes = self._slot_size(setup.chunk_tokens)
         try:
             pool = HostPool(setup.num_slots, slot_bytes, pin=torch.cuda.is_available())
-            copier = self._open_copier(self._groups, pool)
+            copier = self._open_copier(self._pages.groups, pool)
             self._slot_bytes = slot_bytes
             self._pool, self._copier = pool, copier
             self._open_lanes()
@@ -152,7 +206,7 @@ class WorkerHalf:
 
     def _open_lanes(self) -> None:
         """A lane a direction; in host memory the copying itself takes place on its threads."""
-        on_device = any(row.is_cuda for group in self._groups for row in group.rows)
+        on_device = any(row.is_cuda for group in self._pages.groups for row in group.rows)
         piece_bytes = PIECE_BYTES if on_device else HOST_PIECE_BYTES
         cpus = NO_CPUS if on_device else copy_cpus()
         self._lanes = {
@@ -271,7 +325,7 @@ class WorkerHalf:
     def shutdown(self) -> None:
         """End threads and give memory back; jobs under way are called off."""
         lanes, self._lanes = self._lanes, {}
-        ended = [lane.close(CLOSE_TIMEOUT) for lane in lanes.values()]
+        ended = [lane.close(CLOSE_TIMEOUT) for lane in (*lanes.values(), *self._hung)]
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -336,19 +390,19 @@ class WorkerHalf:
         return sum(self._size(copy) for copy in copies)
 
     def _batch(self, copy: BlockCopy) -> BlockCopies:
-        block_bytes = self._groups[copy.group].block_bytes
+        block_bytes = self._pages.groups[copy.group].block_bytes
         base = copy.slot * self._slot_bytes + copy.first * block_bytes
         offsets = tuple(base + i * block_bytes for i in range(len(copy.blocks)))
         return BlockCopies(copy.group, copy.blocks, offsets)
 
     def _size(self, copy: BlockCopy) -> int:
-        return len(copy.blocks) * self._groups[copy.group].block_bytes
+        return len(copy.blocks) * self._pages.groups[copy.group].block_bytes
 
     def _slot_size(self, chunk_tokens: int) -> int:
         return Geometry.align_slot(
             max(
                 (chunk_tokens // tokens if tokens else 1) * group.block_bytes
-                for tokens, group in zip(self._block_tokens, self._groups, strict=True)
+                for tokens, group in zip(self._block_tokens, self._pages.groups, strict=True)
             )
         )
 
