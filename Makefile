@@ -39,6 +39,13 @@ bench: venv ## the quick benchmarks
 	@$(BIN)/python -m benchmarks.tier_copy --quick
 	@$(BIN)/python -m benchmarks.ab_ttft --quick
 
+contract: venv ## compare a vLLM release with what we need: VERSION=0.33.0 or WHEEL=file
+	@$(BIN)/python -m tools.contract compare $(if $(WHEEL),--wheel '$(WHEEL)',--version '$(VERSION)')
+
+contract-record: venv ## keep what that release has, and write docs/compatibility.md
+	@$(BIN)/python -m tools.contract record $(if $(WHEEL),--wheel '$(WHEEL)',--version '$(VERSION)')
+	@$(BIN)/python -m tools.contract table
+
 peers-env: ## a second environment with the connectors to compare with
 	@PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' tools/peers_env.sh
 

@@ -11,6 +11,7 @@ import zmq
 from vllm_tiered_kv import compat
 from vllm_tiered_kv.channel import SchedulerEndpoint
 from vllm_tiered_kv.config import Options, check_capacity, memory_limit, parse_options
+from vllm_tiered_kv.contract import check
 from vllm_tiered_kv.geometry import Geometry, GroupGeometry, GroupKind, plan_geometry
 from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
@@ -31,6 +32,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         ConfigError: options that cannot be used.
         UnsupportedModel: a model that cannot be served.
     """
+    check.warn(compat.VERDICT, logger)
     options = _options(vllm_config)
     warn_about_policy(vllm_config)
     warn_about_memory(options.cpu.capacity)

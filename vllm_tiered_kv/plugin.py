@@ -18,13 +18,14 @@ logger = get_logger(__name__)
 def register() -> None:
     """Make the connector known by name; its module is imported only when it is used.
 
-    Safe to call again. Where vLLM is absent or not of a version this package knows, the
-    connector stays unregistered and one line is logged, so that an engine which does not use it
-    still starts.
+    Safe to call again. Nothing of vLLM is checked here: that is for the connector's module, so
+    that who uses the connector is told what is wrong, and who does not is not bothered. Where
+    vLLM has no table of connectors, one line is logged and the engine starts without us.
     """
     try:
-        from vllm_tiered_kv.compat import register_connector
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        register_connector(NAME, MODULE, NAME)
+        if NAME not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     except Exception as error:  # noqa: BLE001 - vLLM calls this in engines that do not use us
         logger.warning("%s is not available with this vLLM: %s", NAME, error)

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every import from vLLM's internals, in one place.
 
-What vLLM renames or moves is mended here and nowhere else.
+What vLLM renames or moves is mended here and nowhere else. Importing this with a vLLM
+that does not fit raises ``contract.check.UnsupportedVllm``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_tiered_kv.compat.accepted import VERDICT
 from vllm_tiered_kv.compat.blocks import (
     handed_over_states,
     is_free,
     null_block_id,
     watch_blocks,
 )
-from vllm_tiered_kv.compat.factory import register_connector
 from vllm_tiered_kv.compat.facts import (
     attention_backends,
     attention_kernel,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request as Request
 
 __all__ = [
+    "VERDICT",
     "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
@@ -96,7 +98,6 @@ __all__ = [
     "is_free",
     "largest_layer_share",
     "null_block_id",
-    "register_connector",
     "torch_version",
     "uses_modelscope",
     "vllm_version",
