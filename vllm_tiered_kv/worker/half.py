@@ -120,6 +120,7 @@ class WorkerHalf:
         self._plan: StepPlan | None = None
         self._unstarted: tuple[StoreJob, ...] = ()
         self._open_copier: Callable[..., Copier] = open_copier
+        self._clock: Callable[[], float] = time.monotonic
 
     # -- set-up --------------------------------------------------------------------
 
@@ -347,7 +348,7 @@ class WorkerHalf:
             return
         lane = self._lanes.get(Direction.LOAD)
         jobs = []
-        now = time.monotonic()
+        now = self._clock()
         for load in loads:
             self._loads[load.job] = load
             if lane is None or not load.copies:

@@ -174,23 +174,27 @@ class Lane:
                     return
                 job, piece = self._queue.popleft()
                 skip = self._begin(job)
-            moved, failed = 0, skip
-            if not skip and piece:
-                try:
-                    copies = [job.copies[i] for i in piece]
-                    moved = self._copy(self._direction, copies, job.after)
-                except Exception:  # noqa: BLE001 - a lane never dies: the job fails
-                    failed = True
-            with self._wake:
-                job.nbytes += moved
-                if failed:
-                    job.failed.update(piece)
-                job.pending -= 1
-                if job.pending:
-                    continue
-                self._jobs.pop(job.job, None)
-                result = self._result(job)
-            self._on_end(result)
+            self._work(job, piece, skip)
+
+    def _work(self, job: CopyJob, piece: tuple[int, ...], skip: bool) -> None:
+        """Copy a piece that has begun, or pass it by; end the job with its last one."""
+        moved, failed = 0, skip
+        if not skip and piece:
+            try:
+                copies = [job.copies[i] for i in piece]
+                moved = self._copy(self._direction, copies, job.after)
+            except Exception:  # noqa: BLE001 - a lane never dies: the job fails
+                failed = True
+        with self._wake:
+            job.nbytes += moved
+            if failed:
+                job.failed.update(piece)
+            job.pending -= 1
+            if job.pending:
+                return
+            self._jobs.pop(job.job, None)
+            result = self._result(job)
+        self._on_end(result)
 
     def _begin(self, job: CopyJob) -> bool:
         """Note that a piece of the job begins; True if it is to be skipped."""
