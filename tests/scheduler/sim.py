@@ -15,12 +15,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -34,18 +35,18 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_tiered_kv import compat
-from vllm_tiered_kv.connector import TieredKVConnector
-from vllm_tiered_kv.scheduler.index import ABSENT, NodeState
+from tests.scheduler.audit import Audit
+from tests.scheduler.rank import Rank, Runner, WrongBytes, tiered
+from tests.scheduler.tokens import BLOCK, EOS, LAYERS, continuation, prompt
+from tests.scheduler.worker import Row, Streams
 from vllm_tiered_kv.worker.copy import open_copier
 
-BLOCK = 16
-LAYERS = 3
-MASK = (1 << 62) - 1
+__all__ = ["BLOCK", "Runner", "Sim", "WrongBytes", "prompt"]
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -69,24 +70,6 @@ def model_folder() -> str:
     return str(folder)
 
 
-def prefix_names(tokens: Sequence[int], salt: str | None) -> list[int]:
-    """For each token a number that names the prefix which ends with it."""
-    name = hash(("salt", salt)) & MASK
-    names = []
-    for token in tokens:
-        name = (name * 6364136223846793005 + token + 1442695040888963407) & MASK
-        names.append(name)
-    return names
-
-
-def layer_value(name: int, layer: int) -> int:
-    return name ^ (layer * 0x9E3779B97F4A7C1)
-
-
-class WrongBytes(AssertionError):
-    """A page does not hold what was computed for its place."""
-
-
 class Gate:
     """Stands between the lanes and the copier: holds, fails and counts copies."""
 
@@ -96,6 +79,9 @@ class Gate:
         for event in self._open.values():
             event.set()
         self.fail: set[str] = set()
+        """Directions whose copies fail before they have moved anything."""
+        self.fail_late: set[str] = set()
+        """Directions whose copies fail after they have moved everything."""
 
     def hold(self, direction: str) -> None:
         self.entered[direction].clear()
@@ -118,7 +104,11 @@ class Gate:
                     raise TimeoutError("the gate was never opened")
                 if direction.value in gate.fail:
                     raise RuntimeError("injected copy failure")
-                return inner.submit(direction, copies, after)
+                transfer = inner.submit(direction, copies, after)
+                if direction.value in gate.fail_late:
+                    transfer.wait(30)
+                    raise RuntimeError("injected copy failure, after the copy")
+                return transfer
 
             def close(self) -> None:
                 inner.close()
@@ -132,9 +122,17 @@ class Sim:
     Args:
         windows: for each KV cache group the sliding window, or 0 for full attention.
         num_blocks: device blocks.
-        capacity_chunks: slots of the CPU tier.
+        capacity_chunks: slots of the CPU tier on each rank.
         chunk_blocks: blocks a chunk.
         depth: steps in flight; 2 is vLLM's asynchronous scheduling.
+        runner: the order of the hooks that end a step.
+        v2: what the scheduler tells the runner is as vLLM's second model runner wants it.
+        drafts: draft tokens a step.
+        eos_every: about how many tokens the model says before it ends a sequence; 0: it does not.
+        ranks: workers, each with a part of the layers.
+        role: vLLM's ``kv_role``.
+        beside: other connectors, by position: "first" or "second" to ours, within
+            vLLM's ``MultiConnector``; "" for ours alone.
     """
 
     def __init__(
@@ -145,44 +143,64 @@ class Sim:
         capacity_chunks: int = 256,
         chunk_blocks: int = 1,
         depth: int = 1,
-        results_before_save: bool = False,
+        runner: Runner = Runner.SAVE_FIRST,
+        v2: bool = False,
+        drafts: int = 0,
+        eos_every: int = 0,
+        ranks: int = 1,
+        role: str = "kv_both",
+        beside: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
         policy: str = "recompute",
         connector: bool = True,
         **engine: Any,
     ) -> None:
         self.depth = depth
-        self.results_before_save = results_before_save
+        self.drafts = drafts
+        self.eos_every = eos_every
         self.gate = Gate()
+        ours = {
+            "kv_connector": "TieredKVConnector",
+            "kv_role": role,
+            "kv_connector_extra_config": {
+                "cpu": {"capacity": 4096 * capacity_chunks * ranks},
+                "chunk_tokens": BLOCK * chunk_blocks,
+                **(extra or {}),
+            },
+        }
+        if drafts:
+            engine["speculative_config"] = {
+                "method": "ngram_gpu" if depth > 1 else "ngram",
+                "num_speculative_tokens": drafts,
+                "prompt_lookup_max": 3,
+            }
+        self.max_model_len = engine.pop("max_model_len", 4096)
         self.vllm_config = EngineArgs(
             model=model_folder(),
             skip_tokenizer_init=True,
             block_size=BLOCK,
-            max_model_len=engine.pop("max_model_len", 4096),
+            max_model_len=self.max_model_len,
             max_num_batched_tokens=engine.pop("max_num_batched_tokens", 256),
             max_num_seqs=engine.pop("max_num_seqs", 8),
             async_scheduling=depth > 1,
             enable_prefix_caching=engine.pop("enable_prefix_caching", True),
             num_gpu_blocks_override=num_blocks,
             kv_transfer_config={
-                "kv_connector": "TieredKVConnector",
-                "kv_role": "kv_both",
+                **_together(ours, beside or {}, role),
+                "engine_id": "sim",
                 "kv_load_failure_policy": policy,
-                "kv_connector_extra_config": {
-                    "cpu": {"capacity": 4096 * capacity_chunks},
-                    "chunk_tokens": BLOCK * chunk_blocks,
-                    **(extra or {}),
-                },
             }
             if connector
             else None,
             **engine,
         ).create_engine_config()
+        # The CPU platform turns it off; vLLM holds freed blocks back only where it is on.
+        self.vllm_config.scheduler_config.async_scheduling = depth > 1
+        self.vllm_config.parallel_config.world_size = ranks
         self.vllm_config.cache_config.num_gpu_blocks = num_blocks
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
-        self.kv_cache_config, self.pages = self._cache(windows, num_blocks)
-        self.windows = windows
+        self.kv_cache_config = _cache(windows, num_blocks)
         cls = AsyncScheduler if depth > 1 else Scheduler
         self.scheduler = cls(
             self.vllm_config,
@@ -192,22 +210,30 @@ class Sim:
             hash_block_size=BLOCK,
             log_stats=True,
         )
+        self.scheduler.use_v2_model_runner = v2
         self.connector = self.scheduler.connector
-        self.worker: TieredKVConnector | None = None
-        if connector:
-            self.worker = TieredKVConnector(
-                self.vllm_config, compat.KVConnectorRole.WORKER, self.kv_cache_config
-            )
-            self.worker._worker._open_copier = self.gate.wrap
-            self.worker.register_kv_caches(
-                {name: t.view(num_blocks, 1, BLOCK, 1) for name, t in self.pages.items()}
-            )
-        self.tokens: dict[str, list[int]] = {}
-        self.names: dict[str, list[int]] = {}
+        self.half: Any = tiered(self.connector)._scheduler if connector else None
+        self.ranks = [Rank(i, windows, num_blocks, runner) for i in range(ranks)]
+        for rank in self.ranks if connector else ():
+            rank.connect(self.vllm_config, self.kv_cache_config)
+            rank.tiered._worker._open_copier = self.gate.wrap
+            rank.register()
+        self._aggregator = KVOutputAggregator(ranks)
+        self.worker = self.ranks[0].tiered
+        self.streams = Streams(drafts, eos_every, asynchronous=depth > 1)
+        self.on_result: Callable[[KVConnectorOutput], None] = lambda _: None
+        """Sees what the ranks say together before the scheduler does, and may change it."""
         self.salts: dict[str, str | None] = {}
         self.outputs: dict[str, list[int]] = {}
+        """What clients have been sent."""
+        self.reasons: dict[str, Any] = {}
+        self._expected: dict[str, list[int]] = {}
         self.finished: set[str] = set()
-        self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        """Aborted requests."""
+        self._scheduled: deque[tuple[int, Any, list[Row]]] = deque()
+        self._in_flight: deque[tuple[int, Any, ModelRunnerOutput]] = deque()
+        self._unsettled: dict[int, dict[str, int]] = {}
+        self.steps = 0
         self.counters: dict[str, float] = {}
         self.gauges: dict[str, float] = {}
         self.device_hits = 0
@@ -215,38 +241,7 @@ class Sim:
         self.sources: dict[Any, int] = {}
         self.requests: dict[str, Request] = {}
         self.free_at_start = self.free_blocks
-
-    def _cache(
-        self, windows: Sequence[int], num_blocks: int
-    ) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
-        common: dict[str, Any] = {
-            "block_size": BLOCK,
-            "num_kv_heads": 1,
-            "head_size": 1,
-            "dtype": torch.float32,
-        }
-        groups, tensors, pages = [], [], {}
-        shared = [
-            torch.randint(1, MASK, (num_blocks, BLOCK), dtype=torch.int64) for _ in range(LAYERS)
-        ]
-        for g, window in enumerate(windows):
-            spec = (
-                SlidingWindowSpec(sliding_window=window, **common)
-                if window
-                else FullAttentionSpec(**common)
-            )
-            names = [f"group{g}.layer{i}" for i in range(LAYERS)]
-            groups.append(KVCacheGroupSpec(names, spec))
-            pages.update(zip(names, shared, strict=True))
-        size = num_blocks * BLOCK * 8
-        for i in range(LAYERS):
-            layers = [f"group{g}.layer{i}" for g in range(len(windows))]
-            for layer in layers:
-                tensors.append(KVCacheTensor(size, [layer], size, BLOCK * 8))
-        config = KVCacheConfig(
-            num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups
-        )
-        return config, pages
+        self.audit = Audit(self)
 
     # -- what a client does ------------------------------------------------------
 
@@ -260,25 +255,26 @@ class Sim:
         params: Any = None,
         prompt_logprobs: int | None = None,
         priority: int = 0,
+        ignore_eos: bool = True,
     ) -> None:
         sampling = SamplingParams(
             max_tokens=max_tokens,
-            ignore_eos=True,
+            ignore_eos=ignore_eos,
             prompt_logprobs=prompt_logprobs,
             extra_args={"kv_transfer_params": params} if params is not None else None,
         )
+        sampling.update_from_generation_config({}, None if ignore_eos else EOS)
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=sampling,
             pooling_params=None,
+            arrival_time=float(len(self.requests)),
             cache_salt=salt,
             priority=priority,
             block_hasher=self.hasher,
         )
-        self.tokens[request_id] = list(prompt)
         self.salts[request_id] = salt
-        self.names[request_id] = prefix_names(prompt, salt)
         self.outputs[request_id] = []
         self.requests[request_id] = request
         self.scheduler.add_request(request)
@@ -287,21 +283,59 @@ class Sim:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self.finished.add(request_id)
 
+    def expected(self, request_id: str) -> list[int]:
+        """What the request must be answered if nobody aborts it."""
+        if (known := self._expected.get(request_id)) is not None:
+            return known
+        request = self.requests[request_id]
+        prompt_ids = request.prompt_token_ids or []
+        limit = min(request.max_tokens, self.max_model_len - len(prompt_ids))
+        stops = request.sampling_params.eos_token_id is not None
+        want = continuation(prompt_ids, self.salts[request_id], limit, self.eos_every, stops)
+        self._expected[request_id] = want
+        return want
+
     # -- the engine's loop ---------------------------------------------------------
 
     def step(self) -> Any:
         """Schedule and execute one step; take in the output of the one ``depth`` before."""
-        output = self.scheduler.schedule()
-        self._in_flight.append((output, self._execute(output)))
+        output = self.schedule()
+        while self._scheduled:
+            self.execute()
         if len(self._in_flight) >= self.depth:
             self.process()
         return output
 
+    def schedule(self) -> Any:
+        """Plan a step; the ranks are told, and have not begun."""
+        output = self.scheduler.schedule()
+        self.steps += 1
+        self._scheduled.append((self.steps, output, self._rows(output)))
+        self._unsettled[self.steps] = {
+            request_id: self.requests[request_id].num_preemptions
+            for request_id in output.num_scheduled_tokens
+        }
+        return output
+
+    def execute(self) -> None:
+        """Let the ranks run the oldest step that is planned."""
+        number, output, rows = self._scheduled.popleft()
+        self._in_flight.append((number, output, self._execute(number, output, rows)))
+
     def process(self) -> None:
         """Take in the oldest step's output."""
-        output, model_output = self._in_flight.popleft()
+        number, output, model_output = self._in_flight.popleft()
+        del self._unsettled[number]
         results = self.scheduler.update_from_output(output, model_output)
+        if self.drafts and self.depth == 1 and output.total_num_scheduled_tokens:
+            self.scheduler.update_draft_token_ids(
+                DraftTokenIds(*self.streams.take_drafts(output.num_scheduled_tokens))
+            )
         for result in results.values():
+            for said in result.outputs:
+                self.outputs[said.request_id].extend(said.new_token_ids)
+                if said.finish_reason is not None:
+                    self.reasons[said.request_id] = said.finish_reason
             stats = result.scheduler_stats
             if stats is None:
                 continue
@@ -311,7 +345,13 @@ class Sim:
                 for source, tokens in stats.connector_prefix_cache_stats.hits_by_source.items():
                     self.sources[source] = self.sources.get(source, 0) + tokens
             if stats.kv_connector_stats:
-                self._count(stats.kv_connector_stats)
+                data = stats.kv_connector_stats
+                self._count(data.get("TieredKVConnector", data))
+
+    @property
+    def executed(self) -> bool:
+        """Whether the ranks have done all that was planned."""
+        return not self._scheduled
 
     def stalled_by_vllm(self) -> str | None:
         """The request at which vLLM's scan stops for good, if that is why nothing moves.
@@ -330,15 +370,30 @@ class Sim:
     def run(self, limit: int = 3000) -> None:
         """Step until nothing is left to do."""
         for _ in range(limit):
-            if not self.scheduler.has_requests() and not self._in_flight:
+            if not self.busy:
                 return
-            if self.scheduler.has_requests():
-                output = self.step()
-                if not output.total_num_scheduled_tokens:
-                    time.sleep(0.0005)  # as vLLM's loop does, for the transfer threads
-            else:
-                self.process()
+            self.advance()
         raise AssertionError(f"the engine made no end in {limit} steps")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.has_requests() or self._in_flight or self._scheduled)
+
+    def advance(self) -> None:
+        """What vLLM's loop does next."""
+        while self._scheduled:
+            self.execute()
+        while len(self._in_flight) >= self.depth:
+            self.process()
+        if not self.busy:
+            return
+        if not self.scheduler.has_requests():
+            self.process()
+        elif not self.step().total_num_scheduled_tokens:
+            self.pause()
+
+    def pause(self) -> None:
+        time.sleep(0.0005)  # as vLLM's loop does, for the transfer threads
 
     def complete(
         self, request_id: str, prompt: Sequence[int], max_tokens: int = 1, **kw: Any
@@ -362,7 +417,7 @@ class Sim:
             self.half.drain()
             if time.monotonic() > deadline:
                 raise AssertionError("jobs did not end")
-            time.sleep(0.001)
+            self.pause()
             if self.half.core.ledger.stores:
                 self.step()
         self._collect()
@@ -374,15 +429,17 @@ class Sim:
     def close(self) -> None:
         for direction in ("store", "load"):
             self.gate.release(direction)
-        if self.worker is not None:
-            self.worker.shutdown()
+        for rank in self.ranks:
+            if rank.connector is not None:
+                rank.connector.shutdown()
         self.scheduler.shutdown()
 
     # -- what can be seen ------------------------------------------------------------
 
     @property
-    def half(self) -> Any:
-        return self.connector._scheduler
+    def tokens(self) -> dict[str, list[int]]:
+        """What each client knows of its sequence."""
+        return {r: [*q.prompt_token_ids, *self.outputs[r]] for r, q in self.requests.items()}
 
     @property
     def free_blocks(self) -> int:
@@ -406,34 +463,11 @@ class Sim:
             assert not self.half._requests
             assert not self.half.loads._loading
             assert not self.half.core.ledger._readers
-            self.check_pool()
+            self.audit.check()
 
     def check_pool(self) -> None:
         """Every chunk that is offered holds what was computed for it."""
-        worker = self.worker._worker
-        if worker._pool is None:
-            return
-        per_chunk = self.half.core.geometry.chunk_tokens // BLOCK
-        prefix_of = {
-            key: self.names[request_id][: (i + 1) * BLOCK]
-            for request_id, request in self.requests.items()
-            for i, key in enumerate(request.block_hashes)
-        }
-        for key, node in self.half.core.index._nodes.items():
-            if node.state is not NodeState.READY:
-                continue
-            names = prefix_of[key]
-            for slot in node.slots:
-                if slot == ABSENT:
-                    continue
-                start = slot * worker._slot_bytes
-                size = per_chunk * LAYERS * BLOCK * 8
-                image = worker._pool.tensor[start : start + size].view(torch.int64)
-                image = image.view(per_chunk, LAYERS, BLOCK)
-                for layer in range(LAYERS):
-                    want = [layer_value(n, layer) for n in names[-per_chunk * BLOCK :]]
-                    if image[:, layer].flatten().tolist() != want:
-                        raise WrongBytes(f"slot {slot}, layer {layer}")
+        self.audit.check()
 
     # -- the stand-in for the model ------------------------------------------------------
 
@@ -448,86 +482,88 @@ class Sim:
             self.counters[key] = self.counters.get(key, 0) + value
         self.gauges.update(data["gauges"])
 
-    def _execute(self, output: Any) -> ModelRunnerOutput:
-        meta = output.kv_connector_metadata
-        if self.worker is not None:
-            self.worker.handle_preemptions(meta)
-            self.worker.bind_connector_metadata(meta)
-        req_ids = list(output.num_scheduled_tokens)
+    def _rows(self, output: Any) -> list[Row]:
+        """What the ranks are told of each request in a step."""
+        anew = {request.req_id for request in output.scheduled_new_reqs}
+        anew |= output.scheduled_cached_reqs.resumed_req_ids
+        rows = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            # schedule() has already advanced the count by what it scheduled
+            start = request.num_computed_tokens - count
+            ahead = [n for n, ran in self._unsettled.items() if _same(ran, request)]
+            rows.append(
+                Row(
+                    request_id,
+                    start,
+                    count,
+                    list(output.scheduled_spec_decode_tokens.get(request_id, ())),
+                    self.scheduler.kv_cache_manager.get_block_ids(request_id),
+                    list(request.all_token_ids) if request_id in anew else None,
+                    self.salts[request_id],
+                    ahead,
+                )
+            )
+        return rows
+
+    def _execute(self, number: int, output: Any, rows: list[Row]) -> ModelRunnerOutput:
+        for rank in self.ranks:
+            rank.begin(output.kv_connector_metadata)
         sampled = []
-        for request_id in req_ids:
-            sampled.append(self._forward(request_id, output.num_scheduled_tokens[request_id]))
-        result = ModelRunnerOutput(
-            req_ids=req_ids,
-            req_id_to_index={r: i for i, r in enumerate(req_ids)},
-            sampled_token_ids=sampled,
-        )
-        if self.worker is not None:
-            result.kv_connector_output = self._connector_output(output)
+        for row in rows:
+            start, names, tokens = self.streams.run(number, row)
+            for rank in self.ranks:
+                rank.forward(row.tables, names, start, row.request_id)
+            sampled.append(tokens)
+        results = []
+        for rank in self.ranks:
+            result = ModelRunnerOutput(
+                req_ids=[row.request_id for row in rows],
+                req_id_to_index={row.request_id: i for i, row in enumerate(rows)},
+                sampled_token_ids=sampled,
+            )
+            result.kv_connector_output = rank.end(output.finished_req_ids)
+            results.append(result)
+        result = self._aggregator.aggregate(results) if len(results) > 1 else results[0]
+        if result.kv_connector_output is not None:
+            self.on_result(result.kv_connector_output)
         return result
 
-    def _connector_output(self, output: Any) -> KVConnectorOutput:
-        worker = self.worker
-        kv = KVConnectorOutput()
-        worker.start_load_kv(None)
-        if not self.results_before_save:
-            worker.wait_for_save()
-        results = worker.get_transfer_results(output.finished_req_ids)
-        kv.finished_sending = results.finished_sending
-        kv.finished_recving = results.finished_recving
-        kv.failed_recving = results.failed_recving
-        kv.invalid_block_ids = worker.get_block_ids_with_load_errors()
-        kv.kv_connector_stats = worker.get_kv_connector_stats()
-        if self.results_before_save:
-            worker.wait_for_save()
-        kv.kv_connector_worker_meta = worker.build_connector_worker_meta()
-        worker.clear_connector_metadata()
-        return kv
 
-    def _forward(self, request_id: str, scheduled: int) -> list[int]:
-        request = self.scheduler.requests[request_id]
-        # schedule() has already advanced the count by what it scheduled
-        start = request.num_computed_tokens - scheduled
-        tokens, names = self.tokens[request_id], self.names[request_id]
-        end = start + scheduled
-        assert end <= len(tokens), (request_id, start, scheduled, len(tokens))
-        tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-        for g, window in enumerate(self.windows):
-            first = max(0, start - window + 1) if window else 0
-            for layer in range(LAYERS):
-                page = self.pages[f"group{g}.layer{layer}"]
-                self._check(page, tables[g], names, first, start, layer, request_id)
-                for block in range(start // BLOCK, -(-end // BLOCK)):
-                    a, b = max(start, block * BLOCK), min(end, (block + 1) * BLOCK)
-                    values = [layer_value(n, layer) for n in names[a:b]]
-                    page[tables[g][block], a % BLOCK : a % BLOCK + b - a] = torch.tensor(values)
-        if end < len(tokens):
-            return []
-        token = names[end - 1] % 1000 + 3
-        tokens.append(token)
-        names.append((names[-1] * 6364136223846793005 + token + 1442695040888963407) & MASK)
-        self.outputs[request_id].append(token)
-        return [token]
-
-    def _check(
-        self,
-        page: torch.Tensor,
-        table: Sequence[int],
-        names: Sequence[int],
-        first: int,
-        stop: int,
-        layer: int,
-        request_id: str,
-    ) -> None:
-        for block in range(first // BLOCK, -(-stop // BLOCK)):
-            a, b = max(first, block * BLOCK), min(stop, (block + 1) * BLOCK)
-            got = page[table[block], a % BLOCK : a % BLOCK + b - a].tolist()
-            want = [layer_value(n, layer) for n in names[a:b]]
-            if got != want:
-                raise WrongBytes(f"{request_id}: tokens {a}..{b} of layer {layer}")
+def _same(ran: dict[str, int], request: Request) -> bool:
+    """Whether a step ran this request since it was last preempted."""
+    return ran.get(request.request_id) == request.num_preemptions
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    """A prompt that shares no prefix with those of other seeds."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 1000, (length,), generator=generator).tolist()
+def _together(ours: dict[str, Any], beside: dict[str, Any], role: str) -> dict[str, Any]:
+    """Our connector alone, or within vLLM's with others."""
+    if not beside:
+        return ours
+    children = [*filter(None, (beside.get("first"), ours, beside.get("second")))]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"connectors": children},
+    }
+
+
+def _cache(windows: Sequence[int], num_blocks: int) -> KVCacheConfig:
+    common: dict[str, Any] = {
+        "block_size": BLOCK,
+        "num_kv_heads": 1,
+        "head_size": 1,
+        "dtype": torch.float32,
+    }
+    groups, tensors = [], []
+    for g, window in enumerate(windows):
+        spec = (
+            SlidingWindowSpec(sliding_window=window, **common)
+            if window
+            else FullAttentionSpec(**common)
+        )
+        groups.append(KVCacheGroupSpec([f"group{g}.layer{i}" for i in range(LAYERS)], spec))
+    size = num_blocks * BLOCK * 8
+    for i in range(LAYERS):
+        for g in range(len(windows)):
+            tensors.append(KVCacheTensor(size, [f"group{g}.layer{i}"], size, BLOCK * 8))
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
-from tests.scheduler.sim import BLOCK, Sim, prompt
+from tests.scheduler.sim import BLOCK, Runner, Sim, prompt
 
 Make = Callable[..., Sim]
 
@@ -210,7 +210,10 @@ def test_many_that_wait_for_one_load_are_asked_cheaply(sim: Make) -> None:
 
 
 def mixture(seed: int) -> None:
-    """One engine under a random mixture of everything that happens to engines."""
+    """One engine under a random mixture, with real threads and the real side channel.
+
+    ``machine.py`` goes much further, but there everything moves by hand.
+    """
     rng = random.Random(seed)
     windows = rng.choice(((0,), (0,), (0,), (0, 40), (64,), (0, 24)))
     depth = rng.choice((1, 2))
@@ -223,7 +226,7 @@ def mixture(seed: int) -> None:
         max_num_batched_tokens=rng.choice((48, 100, 256)),
         enable_prefix_caching=rng.random() < 0.75,
         max_num_seqs=rng.choice((2, 8)),
-        results_before_save=rng.random() < 0.3,
+        runner=rng.choice(list(Runner)),
         policy=rng.choice(("recompute", "recompute", "fail")),
         max_model_len=16 * 12,
         extra={"load_deadline": rng.choice((10.0, 0.02))},

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.scheduler.sim import BLOCK, Sim, prompt
+from tests.scheduler.sim import BLOCK, Runner, Sim, prompt
 
 Make = Callable[..., Sim]
 
@@ -216,18 +216,15 @@ def test_a_load_that_ended_in_the_step_of_a_reset_counts_as_failed() -> None:
         engine.add("x", prompt(160), 4)
         deadline = time.monotonic() + 10
         while True:
-            output = engine.scheduler.schedule()
-            result = engine._execute(output)
-            if result.kv_connector_output.finished_recving:
+            engine.schedule()
+            engine.execute()
+            if engine._in_flight[-1][2].kv_connector_output.finished_recving:
                 break
-            while engine._in_flight:
-                engine.process()
-            engine._in_flight.append((output, result))
+            engine.process()
             assert time.monotonic() < deadline
-        while engine._in_flight:
+        while len(engine._in_flight) > 1:
             engine.process()
         engine.scheduler.reset_prefix_cache(reset_connector=True)
-        engine._in_flight.append((output, result))
         engine.process()
         engine.run()
         assert engine.hit_tokens == 0
@@ -370,7 +367,7 @@ def test_shutdown_with_work_under_way(sim: Make) -> None:
 
 
 def test_results_asked_for_before_stores_are_submitted(sim: Make, depth: int) -> None:
-    engine = warmed(sim, depth=depth, results_before_save=True)
+    engine = warmed(sim, depth=depth, runner=Runner.RESULTS_FIRST)
     assert engine.complete("warm", prompt(160), 4).cpu == 160
     engine.check_quiet()
 
