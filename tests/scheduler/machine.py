@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from tests.scheduler.manual import ManualSim
+from tests.scheduler.manual import ManualSim, Pace
 from tests.scheduler.neighbour import DESKS, Desk
 from tests.scheduler.rank import Runner
 from tests.scheduler.sim import BLOCK, prompt
@@ -79,13 +79,13 @@ OPTIONS = st.fixed_dictionaries(
         "runner": st.sampled_from([Runner.SAVE_FIRST, *Runner]),
         "v2": st.booleans(),
         "drafts": st.sampled_from([0, 0, 3]),
-        "ranks": st.sampled_from([1, 1, 2]),
+        "ranks": st.sampled_from([1, 2]),
         "role": st.sampled_from(["kv_both", "kv_both", "kv_producer"]),
         "policy": st.sampled_from(["recompute", "recompute", "recompute", "fail"]),
         "store_generated": st.sampled_from([True, True, False]),
         "trust_after_reset": st.sampled_from([False, False, False, True]),
         "neighbour": st.sampled_from(["", "", "first", "second"]),
-        "automatic": st.booleans(),
+        "pace": st.sampled_from(list(Pace)),
         "every_step": st.booleans(),
     }
 )
@@ -114,7 +114,7 @@ class EngineMachine(RuleBasedStateMachine):
         ours = ("store_generated", "trust_after_reset")
         extra = {"load_deadline": 10.0, **{key: given.pop(key) for key in ours}}
         self.trusts = extra["trust_after_reset"]
-        automatic, self.every_step = given.pop("automatic"), given.pop("every_step")
+        pace, self.every_step = given.pop("pace"), given.pop("every_step")
         groups = len(given["windows"])
         given["num_blocks"] *= groups
         given["capacity_chunks"] = max(given["capacity_chunks"], groups)
@@ -129,7 +129,7 @@ class EngineMachine(RuleBasedStateMachine):
                 }
             }
         self.sim = ManualSim(**given, extra=extra, eos_every=20, max_model_len=MAX_LEN)
-        self.sim.automatic = automatic
+        self.sim.pace = pace
 
     # -- clients -----------------------------------------------------------------------
 
@@ -228,10 +228,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     # -- copies and reports ----------------------------------------------------------------
 
-    @rule(automatic=st.booleans(), every_step=st.booleans())
-    def pace(self, automatic: bool, every_step: bool) -> None:
+    @rule(pace=st.sampled_from(list(Pace)), every_step=st.booleans())
+    def set_pace(self, pace: Pace, every_step: bool) -> None:
         """Whether copies end by themselves, and how soon."""
-        self.sim.automatic, self.every_step = automatic, every_step
+        self.sim.pace, self.every_step = pace, every_step
 
     @rule(
         what=st.sampled_from(["begin", "copy", "copy", "report", "report", "fail", "fail_late"]),
@@ -367,7 +367,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _come_to_rest(self) -> None:
         sim = self.sim
-        sim.automatic, sim.hold_stores = True, False
+        sim.pace, sim.hold_stores = Pace.ALL, False
         sim.gate.fail.clear()
         sim.gate.fail_late.clear()
         self.desk.claim = 0

@@ -7,6 +7,7 @@ seams. Copies are real copies of real bytes, made in the moment they are asked f
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,14 @@ from tests.scheduler.sim import Sim
 from vllm_tiered_kv.connector import ReportMetadata
 from vllm_tiered_kv.protocol import Direction, JobResult, Setup, WorkerReport
 from vllm_tiered_kv.worker.mover import CopyJob, Lane
+
+
+class Pace(enum.Enum):
+    """How far copies get by themselves."""
+
+    ALL = "all"  # everything ends and is known
+    ONE_LANE = "one lane"  # one direction on one rank, in turn: ranks and directions drift apart
+    NONE = "none"
 
 
 class ManualLane(Lane):
@@ -98,8 +107,8 @@ class ManualSim(Sim):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.now = 0.0
-        self.automatic = True
-        """Whether a pause lets everything through, as a long enough one does."""
+        self.pace = Pace.ALL
+        """What goes on while the engine pauses."""
         self.hold_stores = False
         """Whether results of stores miss the output of their step, and come late."""
         self.late: list[WorkerReport] = []
@@ -135,13 +144,19 @@ class ManualSim(Sim):
     # -- what happens by itself elsewhere ----------------------------------------------
 
     def pause(self) -> None:
-        if self.automatic:
+        if self.pace is Pace.ALL:
             self.let_through()
+        elif self.pace is Pace.ONE_LANE and self.lanes:
+            self.lanes[self.steps % len(self.lanes)].finish()
+            self._deliver()
 
     def let_through(self) -> None:
         """Every copy ends and every report arrives."""
         for lane in self.lanes:
             lane.finish()
+        self._deliver()
+
+    def _deliver(self) -> None:
         self.channel.arrived += self.channel.sent + self.late
         self.channel.sent, self.late = [], []
 
