@@ -309,6 +309,11 @@ class EngineMachine(RuleBasedStateMachine):
         if done and connector:
             self._change_weights()
 
+    @precondition(lambda self: self.sim.half.core.ledger.loads)
+    @rule()
+    def reset_while_loading(self) -> None:
+        self.reset("all")
+
     def _can_reset_running(self) -> bool:
         """Whether vLLM would not raise: blocks of loads, and those it holds back, count as used."""
         sim, scheduler = self.sim, self.sim.scheduler
