@@ -9,7 +9,7 @@ import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 from tests.scheduler.rank import WrongBytes
-from tests.scheduler.tokens import BLOCK, LAYERS, extend, root_name
+from tests.scheduler.tokens import BLOCK, LAYERS, STATE, extend, root_name
 from vllm_tiered_kv.scheduler.index import ABSENT, NodeState
 
 
@@ -60,6 +60,13 @@ class Audit:
             for group, stored in enumerate(slots):
                 if not stored:
                     continue
+                if rank.windows[group] == STATE:
+                    ends = np.array([chunk[-1][-1] for chunk in names[group]])
+                    got = image[stored, : LAYERS * BLOCK].reshape(-1, LAYERS, BLOCK)
+                    want = ends[:, None, None] ^ rank.keys[group][None, :, None]
+                    if not np.array_equal(got, np.broadcast_to(want, got.shape)):
+                        raise WrongBytes(f"states of group {group}, rank {rank.number}")
+                    continue
                 got = image[stored, : per_chunk * LAYERS * BLOCK]
                 got = got.reshape(-1, per_chunk, LAYERS, BLOCK)
                 want = np.stack(names[group])[:, :, None, :] ^ rank.keys[group][:, None]
@@ -76,6 +83,8 @@ class Audit:
             if block.block_hash is not None:
                 group = get_group_id(block.block_hash)
                 names = self._blocks[get_block_hash(block.block_hash)]
+                if sim.ranks[0].windows[group] == STATE:
+                    names = np.repeat(names[-1], BLOCK)
                 rows.setdefault(group, []).append((block.block_id, names))
         for rank in sim.ranks:
             pages = rank.memory.numpy()

@@ -25,7 +25,7 @@ from vllm.v1.request import RequestStatus
 from tests.scheduler.manual import ManualSim, Pace
 from tests.scheduler.neighbour import DESKS, Desk
 from tests.scheduler.rank import Runner
-from tests.scheduler.sim import BLOCK, prompt
+from tests.scheduler.sim import BLOCK, STATE, prompt
 
 MAX_LEN = 12 * BLOCK
 MAX_PROMPT = 10 * BLOCK
@@ -67,7 +67,9 @@ PROMPT = st.fixed_dictionaries(
 )
 OPTIONS = st.fixed_dictionaries(
     {
-        "windows": st.sampled_from([(0,), (0,), (0, 40), (64,), (0, 24), (0, 17, 40)]),
+        "windows": st.sampled_from(
+            [(0,), (0,), (0, 40), (64,), (0, 24), (0, 17, 40), (STATE, 0), (0, STATE, 40)]
+        ),
         "depth": st.sampled_from([1, 2]),
         "chunk_blocks": st.sampled_from([1, 1, 2, 3]),
         "num_blocks": st.sampled_from([14, 20, 40, 80]),
@@ -116,6 +118,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.trusts = extra["trust_after_reset"]
         pace, self.every_step = given.pop("pace"), given.pop("every_step")
         groups = len(given["windows"])
+        if STATE in given["windows"]:  # which vLLM keeps for its prefix cache only
+            given |= {"enable_prefix_caching": True, "drafts": 0}
+            place = ""
         given["num_blocks"] *= groups
         given["capacity_chunks"] = max(given["capacity_chunks"], groups)
         if place:

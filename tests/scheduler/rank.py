@@ -12,7 +12,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.outputs import KVConnectorOutput
 
-from tests.scheduler.tokens import BLOCK, LAYERS, MASK, layer_keys
+from tests.scheduler.tokens import BLOCK, LAYERS, MASK, STATE, layer_keys
 from vllm_tiered_kv import compat
 from vllm_tiered_kv.connector import TieredKVConnector
 
@@ -40,7 +40,7 @@ class Rank:
     """Device pages and a worker connector.
 
     Args:
-        windows: for each KV cache group the sliding window, or 0.
+        windows: for each KV cache group the sliding window, 0, or STATE.
         runner: the order of the hooks.
     """
 
@@ -91,12 +91,33 @@ class Rank:
         end = len(names)
         numbers = np.array(names, dtype=np.int64)
         for group, window in enumerate(self.windows):
+            if window == STATE:
+                self._advance_state(group, tables[group], numbers, start, who)
+                continue
             first = max(0, start - window + 1) if window else 0
             at = places(tables[group], first, end)
             read = at[: start - first]
             if not self.holds(group, read, numbers[first:start]):
                 raise WrongBytes(f"{who}: tokens {first}..{start} of group {group}, {self.number}")
             self.fill(group, at[start - first :], numbers[start:])
+
+    def _advance_state(
+        self, group: int, table: Sequence[int], numbers: np.ndarray, start: int, who: str
+    ) -> None:
+        """Go on from the state after ``start`` tokens in the block where the last token lies.
+
+        A state names the prefix it has seen in all of its page.
+        """
+        if start:
+            before = places([*table], *_page((start - 1) // BLOCK))
+            if not self.holds(group, before, np.repeat(numbers[start - 1], BLOCK)):
+                raise WrongBytes(f"{who}: the state after {start} tokens, {group}, {self.number}")
+        after = places([*table], *_page((len(numbers) - 1) // BLOCK))
+        self.fill(group, after, np.repeat(numbers[-1], BLOCK))
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """What runners do with blocks that are handed out to layers that keep states."""
+        self.memory[:, list(blocks)] = 0
 
     def holds(self, group: int, at: np.ndarray, numbers: np.ndarray) -> bool:
         want = numbers[None, :] ^ self.keys[group][:, None]
@@ -125,6 +146,10 @@ class Rank:
         if self.runner is not Runner.NO_SAVE:
             worker.clear_connector_metadata()
         return kv
+
+
+def _page(index: int) -> tuple[int, int]:
+    return index * BLOCK, (index + 1) * BLOCK
 
 
 def places(table: Sequence[int], first: int, end: int) -> np.ndarray:

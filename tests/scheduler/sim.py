@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -41,11 +42,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.scheduler.audit import Audit
 from tests.scheduler.rank import Rank, Runner, WrongBytes, tiered
-from tests.scheduler.tokens import BLOCK, EOS, LAYERS, continuation, prompt
+from tests.scheduler.tokens import BLOCK, EOS, LAYERS, STATE, continuation, prompt
 from tests.scheduler.worker import Row, Streams
 from vllm_tiered_kv.worker.copy import open_copier
 
-__all__ = ["BLOCK", "Runner", "Sim", "WrongBytes", "prompt"]
+__all__ = ["BLOCK", "STATE", "Runner", "Sim", "WrongBytes", "prompt"]
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -120,7 +121,7 @@ class Sim:
     """One engine.
 
     Args:
-        windows: for each KV cache group the sliding window, or 0 for full attention.
+        windows: for each KV cache group the sliding window, 0 for full attention, or STATE.
         num_blocks: device blocks.
         capacity_chunks: slots of the CPU tier on each rank.
         chunk_blocks: blocks a chunk.
@@ -198,6 +199,8 @@ class Sim:
         self.vllm_config.scheduler_config.async_scheduling = depth > 1
         self.vllm_config.parallel_config.world_size = ranks
         self.vllm_config.cache_config.num_gpu_blocks = num_blocks
+        if STATE in windows:
+            self.vllm_config.cache_config.mamba_cache_mode = "align"
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.kv_cache_config = _cache(windows, num_blocks)
@@ -509,6 +512,7 @@ class Sim:
     def _execute(self, number: int, output: Any, rows: list[Row]) -> ModelRunnerOutput:
         for rank in self.ranks:
             rank.begin(output.kv_connector_metadata)
+            rank.zero(output.new_block_ids_to_zero or ())
         sampled = []
         for row in rows:
             start, names, tokens = self.streams.run(number, row)
@@ -556,11 +560,18 @@ def _cache(windows: Sequence[int], num_blocks: int) -> KVCacheConfig:
     }
     groups, tensors = [], []
     for g, window in enumerate(windows):
-        spec = (
-            SlidingWindowSpec(sliding_window=window, **common)
-            if window
-            else FullAttentionSpec(**common)
-        )
+        spec: Any
+        if window == STATE:
+            spec = MambaSpec(
+                block_size=BLOCK,
+                shapes=((BLOCK,),),
+                dtypes=(torch.int64,),
+                mamba_cache_mode="align",
+            )
+        elif window:
+            spec = SlidingWindowSpec(sliding_window=window, **common)
+        else:
+            spec = FullAttentionSpec(**common)
         groups.append(KVCacheGroupSpec([f"group{g}.layer{i}" for i in range(LAYERS)], spec))
     size = num_blocks * BLOCK * 8
     for i in range(LAYERS):

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tests.scheduler.sim import BLOCK, Sim, prompt
+from tests.scheduler.sim import BLOCK, STATE, Sim, prompt
+from vllm_tiered_kv.scheduler.index import ABSENT
 
 Make = Callable[..., Sim]
 
@@ -255,4 +256,49 @@ def test_a_window_alone(sim: Make) -> None:
     warm = engine.complete("warm", prompt(200), 5)
     assert warm.cpu == 192
     assert warm.output == cold.output
+    engine.check_quiet()
+
+
+@pytest.mark.parametrize("windows", [(STATE, 0), (0, STATE, 40)])
+def test_states_come_back_where_vllm_kept_them(
+    sim: Make, depth: int, windows: tuple[int, ...]
+) -> None:
+    engine = sim(windows=windows, depth=depth, num_blocks=192)
+    engine.complete("cold", prompt(170), 30)
+    engine.settle()
+    engine.audit.check()
+    engine.flush_device()
+    again = engine.complete("again", prompt(170), 1)
+    assert (again.device, again.cpu) == (0, 160)
+    engine.flush_device()
+    turn = engine.complete("turn", engine.tokens["cold"] + prompt(9, seed=3), 2)
+    assert turn.cpu == 192  # where decoding passed a boundary
+    engine.check_quiet()
+
+
+def test_a_state_is_added_to_a_chunk_that_was_stored_without(sim: Make, depth: int) -> None:
+    """Where prompts part is a boundary nobody knew of when the first of them was computed."""
+    engine = sim(windows=(STATE, 0), depth=depth, num_blocks=192)
+    engine.complete("one", prompt(96) + prompt(60, seed=1), 1)
+    engine.settle()
+    two = prompt(96) + prompt(60, seed=2)
+    engine.complete("two", two, 1)
+    engine.settle()
+    node = engine.half.core.index.get(engine.requests["two"].block_hashes[5])
+    assert node is not None
+    assert node.slots[0] != ABSENT
+    engine.audit.check()
+    engine.flush_device()
+    three = engine.complete("three", prompt(96) + prompt(60, seed=3), 1)
+    assert three.cpu == 96
+    engine.check_quiet()
+
+
+def test_a_prompt_of_whole_blocks_leaves_a_token_to_a_state(sim: Make, depth: int) -> None:
+    """It has seen the last token already, and must not see it twice."""
+    engine = sim(windows=(STATE, 0), depth=depth, num_blocks=192)
+    engine.complete("cold", prompt(160), 20)
+    engine.settle()
+    engine.flush_device()
+    assert engine.complete("again", prompt(160), 4).cpu == 144
     engine.check_quiet()

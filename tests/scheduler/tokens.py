@@ -15,6 +15,8 @@ import torch
 
 BLOCK = 16
 LAYERS = 3
+STATE = -1
+"""In place of a sliding window: a group whose layers keep one state that every token changes."""
 EOS = 2
 MASK = (1 << 62) - 1
 DRAFT = 1021
