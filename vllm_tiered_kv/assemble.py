@@ -47,6 +47,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         store_generated=options.store_generated,
         trust_after_reset=options.trust_after_reset,
         shares_device_prefixes=compat.has_prefix_caching(vllm_config),
+        event_groups=compat.event_groups(vllm_config, kv_cache_config),
     )
     task = NamespaceTask(vllm_config, kv_cache_config, geometry.chunk_tokens)
     announce(geometry, num_slots, ranks, task.first_words())

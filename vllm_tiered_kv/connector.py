@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,6 +128,9 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
     ) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler.finished(request, block_ids)
         return False, None
+
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:
         self._scheduler.reset()

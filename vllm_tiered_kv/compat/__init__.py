@@ -11,10 +11,22 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.compat.accepted import VERDICT
 from vllm_tiered_kv.compat.blocks import (
+    device_cache,
     handed_over_states,
     is_free,
     null_block_id,
     watch_blocks,
+)
+from vllm_tiered_kv.compat.events import (
+    CPU_MEDIUM,
+    DISK_MEDIUM,
+    EventGroup,
+    EventMedium,
+    block_removed,
+    block_stored,
+    event_extra_keys,
+    event_groups,
+    event_origin,
 )
 from vllm_tiered_kv.compat.facts import (
     attention_backends,
@@ -69,8 +81,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request as Request
 
 __all__ = [
+    "CPU_MEDIUM",
+    "DISK_MEDIUM",
     "VERDICT",
     "CacheHitSource",
+    "EventGroup",
+    "EventMedium",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
     "KVConnectorPromMetrics",
@@ -82,13 +98,19 @@ __all__ = [
     "UnsupportedModel",
     "attention_backends",
     "attention_kernel",
+    "block_removed",
     "block_sizes",
+    "block_stored",
     "bytes_per_block",
     "cache_layout",
     "check_supported",
     "context_parallel_size",
     "describe_group",
+    "device_cache",
     "device_name",
+    "event_extra_keys",
+    "event_groups",
+    "event_origin",
     "handed_over_states",
     "has_prefix_caching",
     "hash_seed",

@@ -48,3 +48,8 @@ def watch_blocks(pool: BlockPool, block_ids: Iterable[int], on_reuse: Any) -> No
     blocks: list[KVCacheBlock] = [pool.blocks[block_id] for block_id in block_ids]
     pool.touch(blocks)
     pool.unpin_blocks(blocks, on_reuse)
+
+
+def device_cache(pool: BlockPool) -> object:
+    """The device's prefix cache: another object after each reset."""
+    return getattr(pool, "cached_block_hash_to_block", None)

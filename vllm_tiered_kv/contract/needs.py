@@ -57,6 +57,7 @@ _HOOKS = [
             "build_connector_meta": "scheduler_output",
             "update_connector_output": "connector_output",
             "request_finished": "request block_ids",
+            "take_events": "",
             "reset_cache": "",
             # worker half
             "register_kv_caches": "kv_caches",
@@ -180,6 +181,32 @@ _CONFIG = [
     *_read("vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory", "_registry"),
 ]
 
+_EVENTS = "vllm.distributed.kv_events"
+
+_KV_EVENTS = [
+    *_read("vllm.config:VllmConfig", "kv_events_config"),
+    *_read("vllm.config:KVEventsConfig", "enable_kv_cache_events"),
+    *_read(_EVENTS, "MEDIUM_CPU MEDIUM_STORAGE"),
+    _call(
+        f"{_EVENTS}:BlockStored",
+        "block_hashes= parent_block_hash= token_ids= block_size= lora_id= medium= lora_name= "
+        "extra_keys= group_idx= kv_cache_spec_kind= kv_cache_spec_sliding_window= locality= "
+        "session_id=",
+    ),
+    _call(f"{_EVENTS}:BlockRemoved", "block_hashes= medium= group_idx= locality="),
+    _call(
+        f"{_UTILS}:generate_block_hash_extra_keys",
+        "request start_token_idx end_token_idx start_mm_idx",
+    ),
+    _call(f"{_UTILS}:to_event_extra_keys", "extra_keys"),
+    _call(f"{_CACHE}:get_kv_cache_spec_kind", "kv_cache_spec"),
+    _call(f"{_CACHE}:get_kv_cache_spec_sliding_window", "kv_cache_spec"),
+    *_read("vllm.envs", "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"),
+    *_read(_REQUEST, "all_token_ids lora_request session_id"),
+    *_read("vllm.lora.request:LoRARequest", "adapter_id name"),
+    *_read(_POOL, "cached_block_hash_to_block", Use.SCHEDULER),
+]
+
 _NAMESPACE = [
     _call("vllm.utils.hashing:get_hash_fn_by_name", "hash_fn_name", Use.NAMESPACE),
     _call(f"{_UTILS}:resolve_none_hash_seed", "hash_fn", Use.NAMESPACE),
@@ -217,6 +244,7 @@ NEEDS: tuple[Need, ...] = (
     *_SCHEDULING,
     *_KV_CACHE,
     *_CONFIG,
+    *_KV_EVENTS,
     *_NAMESPACE,
 )
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from vllm_tiered_kv import metrics
+from vllm_tiered_kv import compat, metrics
 from vllm_tiered_kv.geometry import Geometry
 from vllm_tiered_kv.log import OncePerKind, get_logger
+from vllm_tiered_kv.scheduler.events import EventConverter, TierEvents
 from vllm_tiered_kv.scheduler.index import ChunkIndex
 from vllm_tiered_kv.scheduler.jobs import JobLedger
 
@@ -33,6 +34,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     """What was stored before a connector reset may still be offered."""
     shares_device_prefixes: bool
     """vLLM's own prefix caching is on: what one request loads, others find."""
+    event_groups: tuple[compat.EventGroup, ...] | None = None
+    """How KV events name each KV cache group's kind; None: KV events are off."""
 
 
 class Core:
@@ -43,7 +46,21 @@ class Core:
     ) -> None:
         self.settings = settings
         self.geometry = settings.geometry
-        self.index = ChunkIndex(settings.num_slots, len(settings.geometry.groups))
+        self.events: TierEvents | None = None
+        """What is published of the CPU tier; None where KV events are off."""
+        if settings.event_groups is not None:
+            self.events = TierEvents(
+                EventConverter(settings.geometry, settings.event_groups),
+                compat.CPU_MEDIUM,
+                settings.num_slots,
+                self.fail,
+                self.bug,
+            )
+        self.index = ChunkIndex(
+            settings.num_slots,
+            len(settings.geometry.groups),
+            self.events.log if self.events is not None else None,
+        )
         self.ledger = JobLedger(settings.world_size)
         self.tally = metrics.Tally()
         self.clock = clock

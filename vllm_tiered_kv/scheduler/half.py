@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_kv import compat, metrics
 from vllm_tiered_kv.channel import SchedulerEndpoint
@@ -65,12 +65,16 @@ class SchedulerHalf:
         self._evicted = 0
         self._malformed = 0
         self._drained = False
+        self._pool: BlockPool | None = None
+        self._device_cache: object = None
 
     # -- start and end ----------------------------------------------------------
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self.core.null_block = compat.null_block_id(pool)
         self.stores.bind(pool)
+        self._pool = pool
+        self._device_cache = compat.device_cache(pool)
 
     def shutdown(self) -> None:
         if self._endpoint is not None:
@@ -108,6 +112,7 @@ class SchedulerHalf:
         """What the ranks have to do with this step."""
         self._drain_once()
         self._drained = False
+        self._notice_device_reset()
         requests = self._requests
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = requests.get(request_id)
@@ -228,6 +233,28 @@ class SchedulerHalf:
         if not gauges and not core.tally:
             return None
         return metrics.TieredStats(data={"counters": core.tally.take(), "gauges": gauges})
+
+    def take_events(self) -> Sequence[Any]:
+        """KV events since the last call, at most one piece; vLLM asks in every step."""
+        events = self.core.events
+        if events is None:
+            return ()
+        try:
+            # Before this call vLLM has taken its own, so a reset of the device is published.
+            self._notice_device_reset()
+            return events.take()
+        except Exception:  # noqa: BLE001
+            self.core.bug("publishing KV events")
+            return ()
+
+    def _notice_device_reset(self) -> None:
+        """vLLM tells a connector nothing of a reset of the device's cache alone."""
+        if self.core.events is None or self._pool is None:
+            return
+        cache = compat.device_cache(self._pool)
+        if cache is not self._device_cache:
+            self._device_cache = cache
+            self.core.events.log.device_cleared()
 
     def _apply(self, report: WorkerReport) -> None:
         core = self.core

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from vllm_tiered_kv.scheduler.slots import SlotAllocator
 
@@ -44,17 +45,34 @@ class Node:
         self.state = NodeState.STORING
 
 
+class IndexListener(Protocol):
+    """Is told what can be offered; called on the scheduler's thread, must cost next to nothing."""
+
+    def stored(self, node: Node) -> None:
+        """A chunk has become READY, or parts that were being added to a READY one have ended."""
+
+    def removed(self, node: Node) -> None:
+        """A chunk has left the index, READY or not; its slots are still named in it."""
+
+    def cleared(self) -> None:
+        """All chunks have left at once."""
+
+
 class ChunkIndex:
     """The index of the CPU tier.
 
     Args:
         num_slots: slots of the tier; one holds one group's part of one chunk.
         num_groups: KV cache groups.
+        listener: who is told of changes; None for nobody.
     """
 
-    def __init__(self, num_slots: int, num_groups: int) -> None:
+    def __init__(
+        self, num_slots: int, num_groups: int, listener: IndexListener | None = None
+    ) -> None:
         self._slots = SlotAllocator(num_slots)
         self._num_groups = num_groups
+        self._listener = listener
         self._nodes: dict[bytes, Node] = {}
         self._leaves: OrderedDict[Node, None] = OrderedDict()  # evictable, oldest first
         self._pinned: set[Node] = set()
@@ -149,6 +167,8 @@ class ChunkIndex:
                 node.slots[group] = slot
             else:
                 self._slots.give_back(slot)
+        if self._listener is not None and node.state is NodeState.READY:
+            self._listener.stored(node)
         self.unpin(node)
 
     def adopt(self, node: Node, parent: Node | None) -> None:
@@ -163,8 +183,11 @@ class ChunkIndex:
 
     def commit(self, node: Node) -> None:
         """Its slots are written on every rank: it may be offered."""
-        if node.state is NodeState.STORING:
-            node.state = NodeState.READY
+        if node.state is not NodeState.STORING:
+            return
+        node.state = NodeState.READY
+        if self._listener is not None:
+            self._listener.stored(node)
 
     def discard(self, node: Node) -> None:
         """Forget a chunk at once; its slots are free when nobody reads or writes them."""
@@ -173,6 +196,8 @@ class ChunkIndex:
         node.state = NodeState.GONE
         if self._nodes.get(node.key) is node:
             del self._nodes[node.key]
+        if self._listener is not None:
+            self._listener.removed(node)
         self._leaves.pop(node, None)
         if (parent := self._leave_parent(node)) is not None:
             self._leaves[parent] = None
@@ -204,6 +229,8 @@ class ChunkIndex:
         self._slots.reset(held)
         self._nodes = {}
         self._leaves = OrderedDict()
+        if self._listener is not None:
+            self._listener.cleared()
 
     # -- inside ----------------------------------------------------------------
 
@@ -245,6 +272,8 @@ class ChunkIndex:
         node, _ = self._leaves.popitem(last=False)
         node.state = NodeState.GONE
         self._nodes.pop(node.key, None)
+        if self._listener is not None:
+            self._listener.removed(node)
         if (parent := self._leave_parent(node)) is not None:
             self._leaves[parent] = None
             # As old as the child it lost, unless it was used without it since then.

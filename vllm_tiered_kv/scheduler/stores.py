@@ -139,8 +139,11 @@ class StorePlanner:
             if node is not None:
                 core.index.adopt(node, state.tail)
                 found.append(node)
-                if chunk in states:
-                    self._extend(node, states[chunk])
+                if core.events is not None:
+                    core.events.used(node, state.request, chunk)
+                extends = chunk in states and self._extend(node, states[chunk])
+                if extends and core.events is not None:
+                    core.events.storing(node, state.request, chunk)
             else:
                 if state.tail is not None and state.tail.state is NodeState.GONE:
                     break  # the prefix was evicted or failed: without it the rest is useless
@@ -148,6 +151,8 @@ class StorePlanner:
                 node = self._start(key, state.tail, chunk, tables, states.get(chunk, NO_BLOCKS))
                 if node is None:
                     break
+                if core.events is not None:
+                    core.events.storing(node, state.request, chunk)
             state.tail = node
             state.next_chunk = chunk + 1
         if found:
@@ -175,11 +180,11 @@ class StorePlanner:
         self._send(self._pool, node, copies)
         return node
 
-    def _extend(self, node: Node, states: Mapping[int, int]) -> None:
+    def _extend(self, node: Node, states: Mapping[int, int]) -> bool:
         """Add to a stored chunk the states at its end, which who stored it did not have."""
         core = self._core
         if self._pool is None or len(core.ledger.stores) >= MAX_STORES:
-            return
+            return False
         missing = {
             group: block
             for group, block in states.items()
@@ -187,9 +192,10 @@ class StorePlanner:
         }
         groups = tuple(missing)
         if not groups or not core.index.extend(node, groups):
-            return
+            return False
         copies = tuple(BlockCopy(g, node.coming[g], 0, (missing[g],)) for g in groups)
         self._send(self._pool, node, copies, groups)
+        return True
 
     def _send(
         self,
