@@ -44,6 +44,7 @@ class Client:
     """
 
     def __init__(self, url: str, *, timeout_s: float = 120.0) -> None:
+        self.url = url
         # Loopback only: a proxy from the environment must not get in between.
         self._http = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
 
