@@ -36,6 +36,8 @@ and preempted requests may start over some times."""
 
 AT = st.integers(0, 255)
 """Which of the things that could be meant; modulo their number."""
+OWN = st.one_of(st.just(0), st.integers(1, 20))
+"""Tokens that follow what was said before."""
 PARAMS = st.sampled_from(
     [
         *[None] * 24,
@@ -152,12 +154,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.arrive(prompts)
 
     @precondition(lambda self: self.sim.requests)
-    @rule(at=AT, own=st.integers(1, 20), max_tokens=st.integers(1, 40), params=PARAMS)
+    @rule(at=AT, own=OWN, max_tokens=st.integers(1, 40), params=PARAMS)
     def follow_up(self, at: int, own: int, **rest: Any) -> None:
-        """The next turn of a conversation, perhaps before the last one is answered."""
+        """The next turn of a conversation, perhaps before the last one is answered.
+
+        With nothing of its own to say it is the same again, in whole blocks.
+        """
         known = list(self.sim.requests)
         before = known[at % len(known)]
         tokens = self.sim.tokens[before][: 9 * BLOCK] + prompt(own, seed=100 + at)
+        if not own:
+            tokens = tokens[: max(1, len(tokens) // BLOCK) * BLOCK]
         self._add(tokens, salt=self.sim.salts[before], **rest)
 
     def _add(self, tokens: list[int], logprobs: int | None = None, **rest: Any) -> None:
@@ -167,7 +174,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.sim.add(f"r{self.number}", tokens[:MAX_PROMPT], prompt_logprobs=logprobs, **rest)
 
     @precondition(lambda self: self.sim.requests)
-    @rule(at=AT, count=st.integers(1, 3), own=st.integers(1, 20), max_tokens=st.integers(1, 40))
+    @rule(at=AT, count=st.integers(1, 3), own=OWN, max_tokens=st.integers(1, 40))
     def come_back(self, at: int, count: int, own: int, max_tokens: int) -> None:
         """The engine comes to rest, the device forgets, and clients return."""
         for _ in range(40):
