@@ -103,7 +103,7 @@ class Watched:
             for i, key in enumerate(request.block_hashes):
                 tokens = self.engine.tokens[request_id][: (i + 1) * BLOCK]
                 known[int.from_bytes(key[-8:], "big")] = tokens
-        for group in range(len(self.engine.windows)):
+        for group in range(len(self.engine.ranks[0].windows)):
             ready = self.ready(group)
             assert self.exact.held(CPU, group) == ready
             assert self.forgetful.held(CPU, group) <= ready

@@ -134,8 +134,8 @@ class LogMachine(RuleBasedStateMachine):
     @rule()
     def use_all(self) -> None:
         for node in list(self.index._nodes.values()):
-            self.use(node)
             self.drain()  # so that the smallest queue takes the next one
+            self.use(node)
         self.drain()
         assert self.forgetful.held == self.exact.held == ready(self.index)
 
