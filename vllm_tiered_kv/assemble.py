@@ -70,6 +70,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         [_kept_tokens(group) for group in geometry.groups],
         # vLLM computes again from the first bad block on: that needs every block before it.
         report_blocks=len(groups) == 1 and geometry.keeps_all,
+        find_adapters=compat.find_adapters(vllm_config),
     )
 
 

@@ -39,8 +39,10 @@ DIRECTIONS = ("store", "load")
 EVENTS = ("stored", "loaded", "evicted", "dropped", "failed")
 RESULTS = ("hit", "miss", "wait", "skipped")
 KINDS = (
+    "adapter",
     "copy_load",
     "copy_store",
+    "foreign",
     "hung",
     "internal",
     "load_dropped",

@@ -27,6 +27,34 @@ class JobStatus(enum.Enum):
     DROPPED = "dropped"  # given up before the copy began: fence, cancel, deadline, shutdown
 
 
+class AdapterState(enum.Enum):
+    """What a rank knows of a LoRA adapter's content."""
+
+    KNOWN = "known"
+    DIGESTING = "digesting"  # it will be known in a moment
+    ABSENT = "absent"  # not in memory: it is read again when a request needs it
+    OPAQUE = "opaque"  # cannot be known here
+
+
+class AdapterReport(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank has loaded under an adapter's number."""
+
+    adapter: int
+    generation: int
+    """Grows whenever other weights are found in the place of the last; 0: none seen yet."""
+    state: AdapterState
+    digest: bytes = b""
+    """SHA-256 of the weights where they are known."""
+
+
+class AdapterUse(msgspec.Struct, frozen=True, array_like=True):
+    """The LoRA weights that a job's blocks were computed with."""
+
+    adapter: int
+    generations: tuple[int, ...]
+    """By rank."""
+
+
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
     """Some consecutive blocks of one chunk in one group, and where they lie in a slot."""
 
@@ -43,6 +71,8 @@ class StoreJob(msgspec.Struct, frozen=True, array_like=True):
 
     job: int
     copies: tuple[BlockCopy, ...]
+    adapter: AdapterUse | None = None
+    """Without these weights the chunk is not what its key says."""
 
 
 class LoadJob(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +83,8 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     copies: tuple[BlockCopy, ...]
     deadline: float
     """Seconds this may wait before its first copy."""
+    adapter: AdapterUse | None = None
+    """The weights the request will be computed with."""
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True):
@@ -80,6 +112,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Requests whose success was held back: report them again, as failed."""
     idle: bool = False
     """This step computes nothing: a rank may wait a little for its loads."""
+    watch: tuple[int, ...] = ()
+    """LoRA adapters, by number, whose content is of interest from now on."""
+    unwatch: tuple[int, ...] = ()
+    """LoRA adapters whose content is of no interest any more."""
 
 
 class JobResult(msgspec.Struct, frozen=True, array_like=True):
@@ -101,6 +137,8 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     results: tuple[JobResult, ...] = ()
     counters: tuple[tuple[str, float], ...] = ()
     """Increments of this rank's own counters, by the keys of ``metrics``."""
+    adapters: tuple[AdapterReport, ...] = ()
+    """Of adapters that were asked for, in the order it happened."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -14,6 +14,7 @@ from vllm_tiered_kv.compat.blocks import (
     device_cache,
     handed_over_states,
     is_free,
+    is_unused,
     null_block_id,
     watch_blocks,
 )
@@ -46,6 +47,7 @@ from vllm_tiered_kv.compat.groups import (
     bytes_per_block,
     describe_group,
 )
+from vllm_tiered_kv.compat.lora import find_adapters, lora_of
 from vllm_tiered_kv.compat.names import (
     CacheHitSource,
     KVConnectorBase_V1,
@@ -111,6 +113,7 @@ __all__ = [
     "event_extra_keys",
     "event_groups",
     "event_origin",
+    "find_adapters",
     "handed_over_states",
     "has_prefix_caching",
     "hash_seed",
@@ -118,7 +121,9 @@ __all__ = [
     "instruction_set",
     "is_cpu",
     "is_free",
+    "is_unused",
     "largest_layer_share",
+    "lora_of",
     "null_block_id",
     "torch_version",
     "uses_modelscope",

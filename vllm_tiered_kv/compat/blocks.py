@@ -38,6 +38,12 @@ def is_free(block: KVCacheBlock) -> bool:
     return block.next_free_block is not None
 
 
+def is_unused(pool: BlockPool) -> bool:
+    """Whether no request holds a block and no block is in the prefix cache."""
+    free = pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
+    return free and not len(pool.cached_block_hash_to_block)
+
+
 def watch_blocks(pool: BlockPool, block_ids: Iterable[int], on_reuse: Any) -> None:
     """Be told before any of these blocks is handed out again or the cache is reset.
 

@@ -11,6 +11,7 @@ import msgspec
 from vllm_tiered_kv import compat, metrics
 from vllm_tiered_kv.geometry import Geometry
 from vllm_tiered_kv.log import OncePerKind, get_logger
+from vllm_tiered_kv.scheduler.adapters import AdapterTable
 from vllm_tiered_kv.scheduler.events import EventConverter, TierEvents
 from vllm_tiered_kv.scheduler.index import ChunkIndex
 from vllm_tiered_kv.scheduler.jobs import JobLedger
@@ -62,6 +63,7 @@ class Core:
             self.events.log if self.events is not None else None,
         )
         self.ledger = JobLedger(settings.world_size)
+        self.adapters = AdapterTable(settings.world_size)
         self.tally = metrics.Tally()
         self.clock = clock
         self.epoch = 0

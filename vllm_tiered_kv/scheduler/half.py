@@ -16,6 +16,7 @@ from vllm_tiered_kv import compat, metrics
 from vllm_tiered_kv.channel import SchedulerEndpoint
 from vllm_tiered_kv.params import DEFAULT, ParamsError, parse_params
 from vllm_tiered_kv.protocol import Direction, Setup, StepPlan, WorkerReport
+from vllm_tiered_kv.scheduler.adapters import LoraName
 from vllm_tiered_kv.scheduler.core import TIER, Core, SchedulerSettings
 from vllm_tiered_kv.scheduler.loads import LoadPlanner
 from vllm_tiered_kv.scheduler.requests import NEVER, RequestState
@@ -137,9 +138,13 @@ class SchedulerHalf:
             tuple(loads.cancels),
             tuple(loads.refail),
             not output.num_scheduled_tokens,
+            tuple(self.core.adapters.watch),
+            tuple(self.core.adapters.unwatch),
         )
         for sent in (loads.jobs, stores.jobs, stores.fences, loads.cancels, loads.refail):
             sent.clear()
+        self.core.adapters.watch.clear()
+        self.core.adapters.unwatch.clear()
         return plan
 
     def _states(
@@ -166,6 +171,11 @@ class SchedulerHalf:
         """Take in what the ranks sent with a step's output."""
         for report in reports:
             self._apply(report)
+        if output.invalid_block_ids and self._not_ours(output.invalid_block_ids):
+            # What was computed from these blocks, in this step and in one that is under way,
+            # may be in the tier already; which chunks those are is not known.
+            self.core.fail("foreign", "another connector's load failed: the tier starts over")
+            self.reset()
         for request_id in list(output.finished_recving or ()):
             state = self._requests.get(request_id)
             if state is None:
@@ -195,8 +205,16 @@ class SchedulerHalf:
             return
         self.core.epoch += 1
         self.core.index.clear()
+        if self.stores.device_is_empty():
+            self.core.adapters.device_emptied()
         self.stores.reset()
         self.loads.reset()
+
+    def _not_ours(self, blocks: set[int]) -> bool:
+        """Whether a block that failed to load is of no load of ours (beside another connector)."""
+        loads = (state.load for state in self._requests.values() if state.load is not None)
+        ours = {block for load in loads for copy in load.copies for block in copy.blocks}
+        return not blocks <= ours
 
     def _drain_once(self) -> None:
         if not self._drained:
@@ -260,6 +278,8 @@ class SchedulerHalf:
         core = self.core
         for key, value in report.counters:
             core.tally.add(key, value)
+        for adapter in report.adapters:
+            core.adapters.report(report.rank, adapter)
         for result in report.results:
             if result.direction is Direction.STORE:
                 if (store := core.ledger.store_result(report.rank, result)) is not None:
@@ -276,7 +296,8 @@ class SchedulerHalf:
             params = parse_params(request.kv_transfer_params)
         except ParamsError as error:
             self.core.fail("params", f"ignored: {error}")
-        state = RequestState(request, params)
+        lora = compat.lora_of(request)
+        state = RequestState(request, params, LoraName(*lora) if lora is not None else None)
         self._requests[request.request_id] = state
         return state
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.protocol import JobStatus, LoadJob
+from vllm_tiered_kv.scheduler.adapters import Verdict
 from vllm_tiered_kv.scheduler.core import TIER, Core
 from vllm_tiered_kv.scheduler.groups import usable_chunks
 from vllm_tiered_kv.scheduler.index import Node
@@ -23,6 +24,8 @@ MAX_LOADS = 64
 STORE_PATIENCE = 0.5
 """Seconds a look-up waits at most for a chunk that is on its way into the tier; it takes
 milliseconds, but on a machine whose processors are all busy."""
+ADAPTER_PATIENCE = 0.5
+"""Seconds the first look-up with a LoRA adapter waits at most for the digest of its weights."""
 MAX_FAILED_LOADS = 1
 """A request whose loads failed so often is computed: it must come to an end. And vLLM still counts
 blocks as reserved for its first load: where the device is tight, a second one might never fit."""
@@ -46,9 +49,12 @@ class LoadPlanner:
         core, request = self._core, state.request
         if state.load is not None:
             return 0
+        if self._awaits_adapter(state, computed):
+            return None
         state.restart(core.epoch, core.geometry.chunk_tokens)
+        content = state.content
         allowed = state.params.load and state.failed_loads < MAX_FAILED_LOADS
-        if not allowed or request.skip_reading_prefix_cache:
+        if content is None or not allowed or request.skip_reading_prefix_cache:
             return self._answer(state, "skipped", 0)
         # A load may cover the whole prompt: vLLM then computes the last token again. The
         # window of that token begins one earlier than the blocks vLLM allocates for it, and
@@ -57,9 +63,10 @@ class LoadPlanner:
         first = computed // core.geometry.chunk_tokens
         if first >= count_chunks(request.block_hashes, reusable, core.geometry):
             return self._answer(state, "miss", 0)
-        if self._must_wait(state, chunk_key(request.block_hashes, first, core.geometry)):
+        key = chunk_key(request.block_hashes, first, core.geometry, content.digest)
+        if self._must_wait(state, key):
             return None  # asked again in every step, for every request that waits: stay cheap
-        keys = chunk_keys(request.block_hashes, reusable, core.geometry)
+        keys = chunk_keys(request.block_hashes, reusable, core.geometry, content.digest)
         run = core.index.ready_run(keys, first)
         end = first + len(run)
         storing = end < len(keys) and core.index.get(keys[end]) is not None
@@ -95,7 +102,8 @@ class LoadPlanner:
         state.load = load
         job = core.ledger.add_load(load)
         deadline = core.settings.load_deadline
-        self.jobs.append(LoadJob(job, load.request_id, load.copies, deadline))
+        use = None if state.content is None else state.content.use
+        self.jobs.append(LoadJob(job, load.request_id, load.copies, deadline, use))
 
     def settled(self, load: ActiveLoad) -> None:
         """Every rank is done with the slots and the blocks."""
@@ -143,6 +151,26 @@ class LoadPlanner:
                 load.stale = True
                 self.cancels.append(job)
 
+    def _awaits_adapter(self, state: RequestState, computed: int) -> bool:
+        """Settle what the request's KV stands for; whether to ask again for it later."""
+        if state.lora is None:
+            return False
+        adapters = self._core.adapters
+        found = adapters.look(state.lora, computed)
+        if found is Verdict.ASK_AGAIN and self._wait(state, ADAPTER_PATIENCE):
+            return True
+        state.content = None if isinstance(found, Verdict) else found
+        if found is Verdict.NEVER:
+            self._core.fail(
+                "adapter",
+                f"LoRA adapter {state.lora.name!r} was loaded in place, or its name and path stood "
+                "for other weights before: requests with it may be computed without the tier. "
+                "Load new weights from a new path",
+            )
+        elif state.content is None:
+            adapters.went_without(state.lora)
+        return False
+
     def _must_wait(self, state: RequestState, key: bytes) -> bool:
         """Whether to ask again later: another request is loading this very prefix."""
         core = self._core
@@ -185,6 +213,7 @@ class LoadPlanner:
         """The nodes of the whole prefix, also those the device holds already."""
         geometry, index = self._core.geometry, self._core.index
         tokens = offer.first * geometry.chunk_tokens
-        keys = chunk_keys(state.request.block_hashes, tokens, geometry)
+        content = b"" if state.content is None else state.content.digest
+        keys = chunk_keys(state.request.block_hashes, tokens, geometry, content)
         head = [node for key in keys if (node := index.get(key)) is not None]
         return [*head, *offer.nodes]

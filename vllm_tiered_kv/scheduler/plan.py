@@ -23,9 +23,15 @@ class LoadPlan(msgspec.Struct, frozen=True):
     """For each copy the index of the node it reads, in ``Offer.nodes``."""
 
 
-def chunk_key(block_hashes: Sequence[bytes], chunk: int, geometry: Geometry) -> bytes:
-    """The key of one full chunk of a prompt: the hash of its last block."""
-    return block_hashes[(chunk + 1) * geometry.hashes_per_chunk - 1]
+def chunk_key(
+    block_hashes: Sequence[bytes], chunk: int, geometry: Geometry, content: bytes = b""
+) -> bytes:
+    """The key of one full chunk of a prompt: the hash of its last block.
+
+    Args:
+        content: digest of the LoRA weights it was computed with; empty without an adapter.
+    """
+    return block_hashes[(chunk + 1) * geometry.hashes_per_chunk - 1] + content
 
 
 def count_chunks(block_hashes: Sequence[bytes], tokens: int, geometry: Geometry) -> int:
@@ -33,11 +39,14 @@ def count_chunks(block_hashes: Sequence[bytes], tokens: int, geometry: Geometry)
     return min(len(block_hashes) // geometry.hashes_per_chunk, tokens // geometry.chunk_tokens)
 
 
-def chunk_keys(block_hashes: Sequence[bytes], tokens: int, geometry: Geometry) -> list[bytes]:
+def chunk_keys(
+    block_hashes: Sequence[bytes], tokens: int, geometry: Geometry, content: bytes = b""
+) -> list[bytes]:
     """Keys of the full chunks within the first ``tokens`` tokens of a prompt."""
     step = geometry.hashes_per_chunk
     count = count_chunks(block_hashes, tokens, geometry)
-    return list(block_hashes[step - 1 : count * step : step])
+    hashes = block_hashes[step - 1 : count * step : step]
+    return [block_hash + content for block_hash in hashes] if content else list(hashes)
 
 
 def plan_load(

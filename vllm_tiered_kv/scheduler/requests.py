@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_tiered_kv.params import RequestParams
+from vllm_tiered_kv.scheduler.adapters import BASE_MODEL, Content, LoraName
 from vllm_tiered_kv.scheduler.index import Node
 
 if TYPE_CHECKING:
@@ -34,10 +35,12 @@ class RequestState:
     """One request between its arrival and its end. Mutable; scheduler thread only."""
 
     __slots__ = (
+        "content",
         "counted",
         "epoch",
         "failed_loads",
         "load",
+        "lora",
         "next_chunk",
         "next_store_at",
         "offer",
@@ -48,9 +51,14 @@ class RequestState:
         "waiting_since",
     )
 
-    def __init__(self, request: Request, params: RequestParams) -> None:
+    def __init__(
+        self, request: Request, params: RequestParams, lora: LoraName | None = None
+    ) -> None:
         self.request = request
         self.params = params
+        self.lora = lora
+        self.content: Content | None = BASE_MODEL if lora is None else None
+        """What its KV stands for besides its tokens; None: not known, nothing is kept."""
         self.epoch = -1
         """The epoch in which all of its device blocks were computed or loaded."""
         self.offer: Offer | None = None
@@ -79,4 +87,5 @@ class RequestState:
         self.next_chunk = 0
         self.tail = None
         self.unsure = True
-        self.next_store_at = chunk_tokens if self.params.store else NEVER
+        keeps = self.params.store and self.content is not None
+        self.next_store_at = chunk_tokens if keeps else NEVER

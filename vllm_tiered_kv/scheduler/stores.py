@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import compat
-from vllm_tiered_kv.protocol import BlockCopy, JobStatus, StoreJob
+from vllm_tiered_kv.protocol import AdapterUse, BlockCopy, JobStatus, StoreJob
 from vllm_tiered_kv.scheduler.core import Core
 from vllm_tiered_kv.scheduler.index import ABSENT, Node, NodeState
 from vllm_tiered_kv.scheduler.jobs import ActiveStore
@@ -59,7 +59,7 @@ class StorePlanner:
             block_ids: its block tables, asked for only where something is stored.
             states: recurrent states that are complete then.
         """
-        if state.epoch != self._core.epoch:
+        if state.epoch != self._core.epoch or state.content is None:
             state.next_store_at = NEVER  # its blocks are from before a reset
             return
         # Draft tokens may be rejected: only tokens that are known count.
@@ -105,6 +105,10 @@ class StorePlanner:
                 core.count_chunks("dropped")
         core.index.unpin(store.node)
 
+    def device_is_empty(self) -> bool:
+        """Whether no request holds a block and the device's cache has just been reset."""
+        return self._pool is not None and compat.is_unused(self._pool)
+
     def reset(self) -> None:
         """What is under way is of no use any more."""
         self.fences.extend(self._core.ledger.stores)
@@ -130,25 +134,29 @@ class StorePlanner:
         without its prefix. It is tried again with the next complete chunk.
         """
         core = self._core
+        content = state.content
+        if content is None:
+            return
         hashes = state.request.block_hashes
         tables: BlockTables = ()
         found: list[Node] = []
         for chunk in range(state.next_chunk, target):
-            key = chunk_key(hashes, chunk, core.geometry)
+            key = chunk_key(hashes, chunk, core.geometry, content.digest)
             node = core.index.get(key)
             if node is not None:
                 core.index.adopt(node, state.tail)
                 found.append(node)
                 if core.events is not None:
                     core.events.used(node, state.request, chunk)
-                extends = chunk in states and self._extend(node, states[chunk])
+                extends = chunk in states and self._extend(node, states[chunk], content.use)
                 if extends and core.events is not None:
                     core.events.storing(node, state.request, chunk)
             else:
                 if state.tail is not None and state.tail.state is NodeState.GONE:
                     break  # the prefix was evicted or failed: without it the rest is useless
                 tables = tables or block_ids()
-                node = self._start(key, state.tail, chunk, tables, states.get(chunk, NO_BLOCKS))
+                ends = states.get(chunk, NO_BLOCKS)
+                node = self._start(key, state.tail, chunk, tables, ends, content.use)
                 if node is None:
                     break
                 if core.events is not None:
@@ -166,6 +174,7 @@ class StorePlanner:
         chunk: int,
         tables: BlockTables,
         states: Mapping[int, int],
+        adapter: AdapterUse | None,
     ) -> Node | None:
         core = self._core
         if not tables or self._pool is None or len(core.ledger.stores) >= MAX_STORES:
@@ -177,10 +186,12 @@ class StorePlanner:
         if node is None:
             return None
         copies = tuple(BlockCopy(g, node.slots[g], 0, part) for g, part in parts.items())
-        self._send(self._pool, node, copies)
+        self._send(self._pool, node, copies, adapter=adapter)
         return node
 
-    def _extend(self, node: Node, states: Mapping[int, int]) -> bool:
+    def _extend(
+        self, node: Node, states: Mapping[int, int], adapter: AdapterUse | None
+    ) -> bool:
         """Add to a stored chunk the states at its end, which who stored it did not have."""
         core = self._core
         if self._pool is None or len(core.ledger.stores) >= MAX_STORES:
@@ -194,7 +205,7 @@ class StorePlanner:
         if not groups or not core.index.extend(node, groups):
             return False
         copies = tuple(BlockCopy(g, node.coming[g], 0, (missing[g],)) for g in groups)
-        self._send(self._pool, node, copies, groups)
+        self._send(self._pool, node, copies, groups, adapter=adapter)
         return True
 
     def _send(
@@ -203,11 +214,13 @@ class StorePlanner:
         node: Node,
         copies: tuple[BlockCopy, ...],
         extends: tuple[int, ...] = (),
+        *,
+        adapter: AdapterUse | None,
     ) -> None:
         blocks = tuple(block for copy in copies for block in copy.blocks)
         job = self._core.ledger.add_store(ActiveStore(node, blocks, extends))
         compat.watch_blocks(pool, blocks, self._on_reuse)
-        self.jobs.append(StoreJob(job, copies))
+        self.jobs.append(StoreJob(job, copies, adapter))
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
         """vLLM hands a block out again: what still reads it is void from now on."""

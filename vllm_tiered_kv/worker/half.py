@@ -37,6 +37,7 @@ from vllm_tiered_kv.protocol import (
     StoreJob,
     WorkerReport,
 )
+from vllm_tiered_kv.worker.adapters import AdapterWatch, Registered
 from vllm_tiered_kv.worker.copy import BlockCopies, Copier, CopyError, open_copier
 from vllm_tiered_kv.worker.copy.streaming import streaming_copy
 from vllm_tiered_kv.worker.cpus import NO_CPUS, copy_cpus
@@ -83,6 +84,8 @@ class WorkerHalf:
         block_tokens: tokens a block, by group; None where a chunk keeps one block (a state).
         report_blocks: whether a failed load may name its bad blocks (one full-attention
             group) or fails as a whole (several groups, or a sliding window).
+        find_adapters: looks for this process's LoRA adapters once the model is there; None
+            where LoRA is off.
     """
 
     def __init__(
@@ -93,8 +96,11 @@ class WorkerHalf:
         block_tokens: Sequence[int | None],
         *,
         report_blocks: bool,
+        find_adapters: Callable[[], Registered | None] | None = None,
     ) -> None:
         self._rank = rank
+        self._find_adapters = find_adapters
+        self.adapters = AdapterWatch(rank, None)
         self._block_tokens = block_tokens
         self._report_blocks = report_blocks
         self._pages = DevicePages(group_layers, num_blocks)
@@ -131,6 +137,12 @@ class WorkerHalf:
             LayoutError: pages that are not contiguous; the engine must not start so.
         """
         self._pages.take(kv_caches)
+        if self._find_adapters is not None:
+            self.adapters.registered = self._find_adapters()
+            if self.adapters.registered is None:
+                logger.warning(
+                    "tiered-kv: requests with LoRA adapters are computed without the tier"
+                )
         streaming_copy()  # compiled now, not when the first request waits for it
         if self._pool is not None and not self._lanes:
             self._reopen(self._pool)
@@ -237,6 +249,8 @@ class WorkerHalf:
             return  # told again of the same step, whose forward pass is still to come
         self._plan = plan
         self.set_up(plan.setup)
+        self.adapters.follow(plan.watch, plan.unwatch)
+        self.adapters.observe()
         if self._unstarted:
             # This rank's runner left the last step without coming to its stores, as it does on
             # all but the last stage of a pipeline with draft tokens. Their blocks still hold
@@ -264,6 +278,7 @@ class WorkerHalf:
     def start_stores(self, plan: StepPlan) -> None:
         """The forward pass has been given to the device: copy out after it."""
         self._unstarted = ()
+        self.adapters.observe()
         self._submit_stores(plan.stores)
 
     def _submit_stores(self, stores: Sequence[StoreJob]) -> None:
@@ -275,7 +290,13 @@ class WorkerHalf:
                 self._store_ended(JobResult(store.job, Direction.STORE, JobStatus.DROPPED))
             return
         after = self._copier.mark()
-        lane.submit([self._store_job(store, after) for store in stores])
+        jobs = []
+        for store in stores:
+            if self.adapters.holds(store.adapter):
+                jobs.append(self._store_job(store, after))
+            else:
+                self._store_ended(JobResult(store.job, Direction.STORE, JobStatus.DROPPED))
+        lane.submit(jobs)
 
     def take_loads(self, *, idle: bool = False) -> LoadOutcome:
         """Loads that ended since the last call; each request once.
@@ -315,9 +336,10 @@ class WorkerHalf:
         with self._lock:
             stores, self._results = self._results[:MAX_RESULTS], self._results[MAX_RESULTS:]
             counters = self._counts.take()
-        if not loads and not stores and not counters:
+        adapters = self.adapters.take()
+        if not loads and not stores and not counters and not adapters:
             return None
-        return WorkerReport(self._rank, (*loads, *stores), tuple(counters.items()))
+        return WorkerReport(self._rank, (*loads, *stores), tuple(counters.items()), adapters)
 
     def count(self, key: str, value: float) -> None:
         with self._lock:
@@ -325,6 +347,7 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """End threads and give memory back; jobs under way are called off."""
+        self.adapters.close(CLOSE_TIMEOUT)
         lanes, self._lanes = self._lanes, {}
         ended = [lane.close(CLOSE_TIMEOUT) for lane in (*lanes.values(), *self._hung)]
         if self._channel is not None:
@@ -351,7 +374,7 @@ class WorkerHalf:
         now = self._clock()
         for load in loads:
             self._loads[load.job] = load
-            if lane is None or not load.copies:
+            if lane is None or not load.copies or not self.adapters.holds(load.adapter):
                 self._load_ended(JobResult(load.job, Direction.LOAD, JobStatus.DROPPED))
                 continue
             sizes = [self._size(copy) for copy in load.copies]
