@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -259,6 +260,7 @@ class Sim:
         prompt_logprobs: int | None = None,
         priority: int = 0,
         ignore_eos: bool = True,
+        lora: LoRARequest | None = None,
     ) -> None:
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -275,6 +277,7 @@ class Sim:
             arrival_time=float(len(self.requests)),
             cache_salt=salt,
             priority=priority,
+            lora_request=lora,
             block_hasher=self.hasher,
         )
         self.salts[request_id] = salt

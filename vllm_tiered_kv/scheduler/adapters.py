@@ -138,6 +138,7 @@ class AdapterTable:
             if AdapterState.OPAQUE in states or AdapterState.ABSENT in states:
                 return Verdict.GO_WITHOUT
             return Verdict.ASK_AGAIN
+        alias.note(adapter.content.digest)
         if computed and alias.mixed:
             return Verdict.NEVER
         if computed and alias.doubts:
@@ -168,8 +169,9 @@ class AdapterTable:
         adapter.content = self._content(report.adapter, adapter)
         for alias in adapter.aliases:
             if adapter.content is not None:
-                alias.note(adapter.content.digest)
-                alias.doubts.discard(report.adapter)
+                if report.adapter in alias.doubts:
+                    alias.doubts.discard(report.adapter)
+                    alias.note(adapter.content.digest)
             elif report.state is not AdapterState.ABSENT:
                 alias.doubts.add(report.adapter)
 
@@ -178,10 +180,6 @@ class AdapterTable:
         for alias in self._aliases.values():
             alias.mixed = False
             alias.content = None
-        for adapter in self._adapters.values():
-            if adapter.content is not None:
-                for alias in adapter.aliases:
-                    alias.note(adapter.content.digest)
 
     def _follow(self, lora: LoraName) -> tuple[_Alias | None, _Adapter | None]:
         names = (lora.name, lora.path)
@@ -194,8 +192,6 @@ class AdapterTable:
             self.watch.append(lora.adapter)
         if alias is not None and adapter is not None and alias not in adapter.aliases:
             adapter.aliases.append(alias)
-            if adapter.content is not None:
-                alias.note(adapter.content.digest)
         return alias, adapter
 
     def _content(self, number: int, adapter: _Adapter) -> Content | None:
