@@ -12,7 +12,6 @@ import pytest
 
 from tests.engine._server import (
     BLOCK_TOKENS,
-    Models,
     Pool,
     assert_same_output,
     flushed,
@@ -288,25 +287,6 @@ def test_a_sliding_window_alone(servers: Pool) -> None:
     again, from_cpu = arrived(client, lambda: client.complete(tokens))
     assert from_cpu == 896
     assert_same_output(want, again)
-
-
-def test_lora_adapters_keep_to_themselves(servers: Pool, models: Models) -> None:
-    adapters = [f"{name}={models.lora(seed=seed)}" for name, seed in (("one", 1), ("two", 2))]
-    client = servers.get(
-        extra_config=CPU, args=["--enable-lora", "--max-loras=2", "--lora-modules", *adapters]
-    )
-    tokens = prompt("adapted", 600)
-    want = {name: cold(client, tokens, model=name) for name in ("one", "two")}
-    assert want["one"].logprobs != want["two"].logprobs
-    client.complete(tokens, model="one")
-    assert flushed(client)
-    two, from_cpu = arrived(client, lambda: client.complete(tokens, model="two"))
-    assert from_cpu == 0
-    assert_same_output(want["two"], two)
-    assert flushed(client)
-    one, from_cpu = arrived(client, lambda: client.complete(tokens, model="one"))
-    assert from_cpu == 512
-    assert_same_output(want["one"], one)
 
 
 def test_tensor_parallelism(servers: Pool) -> None:
