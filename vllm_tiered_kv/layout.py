@@ -37,6 +37,11 @@ class GroupPages(msgspec.Struct, frozen=True, eq=False):
     """Bytes of one block's image over all layers: the sum of `row_bytes`."""
     num_blocks: int
 
+    @classmethod
+    def none(cls, num_blocks: int) -> GroupPages:
+        """A group without a layer here: other pipeline stages have them all."""
+        return cls((), (), 0, num_blocks)
+
 
 class _Pages(msgspec.Struct, frozen=True, eq=False):
     """One row before it is a tensor: block `b` lies at byte `start + b * stride` of `storage`."""

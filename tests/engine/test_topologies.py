@@ -33,11 +33,12 @@ def hits(metrics: Metrics) -> list[float]:
     return [counter(metrics, "hit_tokens_total", tier="cpu", engine=str(e)) for e in (0, 1)]
 
 
+@pytest.mark.slow
 def test_data_parallelism(servers: Pool) -> None:
     """Each engine has a tier, a side channel and metrics of its own."""
     client = servers.get(
         extra_config={"cpu": {"capacity": "64MiB"}},
-        args=["--data-parallel-size=2"],
+        args=["--data-parallel-size=2", "--api-server-count=1"],
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     )
     tokens = prompt("data parallel", 1000)

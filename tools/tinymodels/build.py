@@ -13,8 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from tools.tinymodels.tokenizer import save_tokenizer
-from tools.tinymodels.variants import LORA_BASE, LORA_VARIANT, MODEL_VARIANTS, model_config
-from tools.tinymodels.weights import save_adapter, save_weights
+from tools.tinymodels.variants import (
+    LORA_BASE,
+    LORA_VARIANT,
+    MODEL_VARIANTS,
+    VISION_VARIANTS,
+    model_config,
+    vision_config,
+)
+from tools.tinymodels.weights import save_adapter, save_image_processor, save_weights
 
 _STAMP = "built-from.json"
 _FORMAT = 2  # raise it when the same parameters would give other files
@@ -26,9 +33,16 @@ def build_model(variant: str, out: Path, *, dtype: str = "float32", seed: int = 
     Raises:
         KeyError: no such variant.
     """
-    shape = MODEL_VARIANTS[variant]
+    shape = {**MODEL_VARIANTS, **VISION_VARIANTS}[variant]
 
     def fill(folder: Path) -> None:
+        if variant in VISION_VARIANTS:
+            config = vision_config(variant, dtype)
+            auto = "AutoModelForImageTextToText"
+            save_weights(config, folder, dtype=dtype, seed=seed, auto=auto)
+            save_tokenizer(folder, images=True)
+            save_image_processor(config, folder)
+            return
         save_weights(model_config(variant, dtype), folder, dtype=dtype, seed=seed)
         save_tokenizer(folder)
 

@@ -11,6 +11,9 @@ VOCAB_SIZE = 4096
 PAD, BEGIN, END, USER, ASSISTANT = "<|pad|>", "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>"
 SPECIAL = (PAD, BEGIN, END, USER, ASSISTANT)
 PAD_ID, BEGIN_ID, END_ID = 0, 1, 2
+IMAGE = "<image>"
+IMAGE_ID = VOCAB_SIZE
+"""Only in tokenizers of models that take images."""
 
 _MODULES = ("argparse", "ast", "dataclasses", "datetime", "difflib", "doctest", "inspect")
 _CHAT_TEMPLATE = (
@@ -27,7 +30,7 @@ def training_text() -> list[str]:
     return [(library / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES]
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path, *, images: bool = False) -> None:
     """Train the tokenizer and save it where ``transformers`` and vLLM look for it."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -51,4 +54,6 @@ def save_tokenizer(folder: Path) -> None:
         chat_template=_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+    if images:
+        fast.add_special_tokens({"additional_special_tokens": [IMAGE]})
     fast.save_pretrained(folder)

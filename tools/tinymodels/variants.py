@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tools.tinymodels.tokenizer import BEGIN_ID, END_ID, PAD_ID, VOCAB_SIZE
+from tools.tinymodels.tokenizer import BEGIN_ID, END_ID, IMAGE_ID, PAD_ID, VOCAB_SIZE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -142,6 +142,39 @@ MODEL_VARIANTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
     },
 }
+
+_LLAMA_TINY = MODEL_VARIANTS[LORA_BASE]
+
+# An image takes (112 / 8) ** 2 = 196 tokens, so it begins and ends within blocks of 128.
+VISION_VARIANTS: dict[str, dict[str, Any]] = {
+    "llava-tiny": {
+        "model_type": "llava",
+        "text_config": {**_LLAMA_TINY, "vocab_size": VOCAB_SIZE + 64, "tie_word_embeddings": False},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 112,
+            "patch_size": 8,
+            "projection_dim": 64,
+        },
+        "image_token_index": IMAGE_ID,
+    },
+}
+
+
+def vision_config(variant: str, dtype: str) -> PretrainedConfig:
+    """The ``transformers`` configuration of a model that also takes images.
+
+    Raises:
+        KeyError: no such variant.
+    """
+    from transformers import AutoConfig
+
+    shape = dict(VISION_VARIANTS[variant])
+    return AutoConfig.for_model(shape.pop("model_type"), dtype=dtype, **shape)
 
 
 def model_config(variant: str, dtype: str) -> PretrainedConfig:

@@ -13,14 +13,20 @@ from typing import Any
 _GAIN = {"q_proj": 1.5, "k_proj": 1.5, "v_proj": 2.0, "o_proj": 2.0, "lm_head": 3.0}
 
 
-def save_weights(config: Any, folder: Path, *, dtype: str, seed: int) -> None:
-    """Write ``config.json`` and ``model.safetensors`` of a randomly initialised model."""
+def save_weights(
+    config: Any, folder: Path, *, dtype: str, seed: int, auto: str = "AutoModelForCausalLM"
+) -> None:
+    """Write ``config.json`` and ``model.safetensors`` of a randomly initialised model.
+
+    Args:
+        auto: the class of ``transformers`` that knows which model a configuration is for.
+    """
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = getattr(transformers, auto).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted(model.named_parameters()):
@@ -29,6 +35,22 @@ def save_weights(config: Any, folder: Path, *, dtype: str, seed: int) -> None:
             std = 1.0 if "embed_tokens" in name else _gain(name) / math.sqrt(tensor.shape[-1])
             tensor.normal_(0.0, std, generator=generator)
     model.to(getattr(torch, dtype)).save_pretrained(folder, safe_serialization=True)
+
+
+def save_image_processor(config: Any, folder: Path) -> None:
+    """Write what turns images into the model's input: ``processor_config.json`` and the like."""
+    from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaProcessor
+
+    vision = config.vision_config
+    size = {"height": vision.image_size, "width": vision.image_size}
+    images = CLIPImageProcessorPil(size=size, crop_size=size)
+    LlavaProcessor(
+        image_processor=images,
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        patch_size=vision.patch_size,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
 
 
 def save_adapter(config: Any, folder: Path, *, base: str, dtype: str, seed: int) -> None:

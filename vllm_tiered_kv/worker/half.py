@@ -405,7 +405,10 @@ class WorkerHalf:
         for copy in copies:
             if not pool.ensure(copy.slot):
                 raise CopyError(f"slot {copy.slot} cannot be used")
-        transfer = copier.submit(direction, [self._batch(copy) for copy in copies], after)
+        batches = [self._batch(copy) for copy in copies if self._pages.groups[copy.group].rows]
+        if not batches:
+            return 0
+        transfer = copier.submit(direction, batches, after)
         while not transfer.wait(COPY_TIMEOUT):
             if direction is Direction.STORE:
                 raise CopyError(f"a copy did not end in {COPY_TIMEOUT} s")

@@ -36,9 +36,12 @@ class DevicePages:
         Raises:
             LayoutError: they are not contiguous.
         """
+        found = (
+            [tensors[name] for name in layers if name in tensors] for layers in self._group_layers
+        )
         self.groups = tuple(
-            group_pages([tensors[name] for name in layers if name in tensors], self._num_blocks)
-            for layers in self._group_layers
+            group_pages(group, self._num_blocks) if group else GroupPages.none(self._num_blocks)
+            for group in found
         )
         self._tensors = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
 

@@ -103,7 +103,7 @@ class CudaCopier:
         self, groups: Sequence[GroupPages], pool: HostPool, way: Way | None = None
     ) -> None:
         self._groups = tuple(groups)
-        self._device = groups[0].rows[0].device
+        self._device = next(row.device for group in groups for row in group.rows)
         self._pool = pool
         self._memory: torch.Tensor | None = pool.tensor
         self._driver = open_driver(self._device)
