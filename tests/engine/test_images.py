@@ -20,16 +20,14 @@ _salts = itertools.count()
 
 @pytest.fixture
 def client(servers: Pool) -> Client:
-    return servers.get(
-        "llava-tiny", extra_config=CPU, args=["--limit-mm-per-prompt", '{"image":2}']
-    )
+    return servers.get("blip2-tiny", extra_config=CPU)
 
 
 def picture(shade: int) -> dict[str, object]:
     """A plain picture with one line in it, as a part of a message."""
-    image = Image.new("RGB", (112, 112), (shade, 255 - shade, 128))
-    for x in range(112):
-        image.putpixel((x, 40), (255, 255, 255))
+    image = Image.new("RGB", (56, 56), (shade, 255 - shade, 128))
+    for x in range(56):
+        image.putpixel((x, 20), (255, 255, 255))
     data = io.BytesIO()
     image.save(data, "PNG")
     url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
@@ -76,19 +74,3 @@ def test_an_image_comes_back_and_another_does_not(client: Client) -> None:
         assert from_cpu == expected
         assert_same_output(want[shade], got)
     assert flushed(client)
-
-
-def test_images_in_another_order(client: Client) -> None:
-    pictures = [picture(60), picture(120)]
-    text = "which of them is darker? " * 8
-    want = [ask(client, text, *order, fresh=True) for order in (pictures, pictures[::-1])]
-    assert want[0].logprobs != want[1].logprobs
-    ask(client, text, *pictures)
-    assert flushed(client)
-    swapped, from_cpu = arrived(client, lambda: ask(client, text, *pictures[::-1]))
-    assert from_cpu == 0
-    assert_same_output(want[1], swapped)
-    assert flushed(client)
-    again, from_cpu = arrived(client, lambda: ask(client, text, *pictures))
-    assert from_cpu == want[0].prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
-    assert_same_output(want[0], again)

@@ -10,7 +10,14 @@ from typing import Any
 # With ordinary initialisation the residual stream of an untrained model is mostly the token's own
 # embedding. With these, exchanging one page (one block, one layer) for another's moves the next
 # tokens' log-probabilities by 0.08 or more, in every variant and wherever the page lies.
-_GAIN = {"q_proj": 1.5, "k_proj": 1.5, "v_proj": 2.0, "o_proj": 2.0, "lm_head": 3.0}
+_GAIN = {
+    "q_proj": 1.5,
+    "k_proj": 1.5,
+    "v_proj": 2.0,
+    "o_proj": 2.0,
+    "out_proj": 2.0,
+    "lm_head": 3.0,
+}
 
 
 def save_weights(
@@ -38,18 +45,14 @@ def save_weights(
 
 
 def save_image_processor(config: Any, folder: Path) -> None:
-    """Write what turns images into the model's input: ``processor_config.json`` and the like."""
-    from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaProcessor
+    """Write what turns images into the model's input, beside the tokenizer that is there."""
+    from transformers import AutoTokenizer, Blip2Processor, BlipImageProcessorPil
 
-    vision = config.vision_config
-    size = {"height": vision.image_size, "width": vision.image_size}
-    images = CLIPImageProcessorPil(size=size, crop_size=size)
-    LlavaProcessor(
-        image_processor=images,
+    side = config.vision_config.image_size
+    Blip2Processor(
+        image_processor=BlipImageProcessorPil(size={"height": side, "width": side}),
         tokenizer=AutoTokenizer.from_pretrained(folder),
-        patch_size=vision.patch_size,
-        vision_feature_select_strategy=config.vision_feature_select_strategy,
-        num_additional_image_tokens=1,
+        num_query_tokens=config.num_query_tokens,
     ).save_pretrained(folder)
 
 
