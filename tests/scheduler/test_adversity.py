@@ -287,3 +287,27 @@ def test_mixtures(seed: int) -> None:
 def test_many_more_mixtures(block: int) -> None:
     for seed in range(1000 + 50 * block, 1050 + 50 * block):
         mixture(seed)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_bad_blocks_of_another_connector(sim: Make, trust: bool) -> None:
+    """What was computed from them may be in the tier already: nothing of it is served."""
+    engine = sim(max_num_batched_tokens=48, extra={"trust_after_reset": trust})
+    engine.add("victim", prompt(100), 4)
+    engine.step()
+    output = engine.scheduler.schedule()
+    (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids("victim")
+    model_output = engine._execute(output)
+    model_output.kv_connector_output.invalid_block_ids = {blocks[1]}
+    engine._in_flight.append((output, model_output))
+    engine.process()
+    engine.run()
+    engine.settle()
+    assert engine.counter("failures", "foreign") == 1
+    assert len(engine.half.core.index) == 0
+    engine.flush_device()
+    assert engine.complete("after", prompt(100), 1).cpu == 0
+    engine.settle()
+    engine.flush_device()
+    assert engine.complete("again", prompt(100), 1).cpu == 96
+    engine.check_quiet()

@@ -175,7 +175,7 @@ class SchedulerHalf:
             # What was computed from these blocks, in this step and in one that is under way,
             # may be in the tier already; which chunks those are is not known.
             self.core.fail("foreign", "another connector's load failed: the tier starts over")
-            self.reset()
+            self._start_over()
         for request_id in list(output.finished_recving or ()):
             state = self._requests.get(request_id)
             if state is None:
@@ -201,8 +201,10 @@ class SchedulerHalf:
         Unless the user said that no reset follows a change of the weights: then what was
         computed before is as good as what will be, also where it is still being copied.
         """
-        if self.core.settings.trust_after_reset:
-            return
+        if not self.core.settings.trust_after_reset:
+            self._start_over()
+
+    def _start_over(self) -> None:
         self.core.epoch += 1
         self.core.index.clear()
         if self.stores.device_is_empty():

@@ -189,9 +189,7 @@ class StorePlanner:
         self._send(self._pool, node, copies, adapter=adapter)
         return node
 
-    def _extend(
-        self, node: Node, states: Mapping[int, int], adapter: AdapterUse | None
-    ) -> bool:
+    def _extend(self, node: Node, states: Mapping[int, int], adapter: AdapterUse | None) -> bool:
         """Add to a stored chunk the states at its end, which who stored it did not have."""
         core = self._core
         if self._pool is None or len(core.ledger.stores) >= MAX_STORES:

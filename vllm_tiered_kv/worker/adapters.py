@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from vllm_tiered_kv.identity.adapter import Opaque, adapter_digest
 from vllm_tiered_kv.identity.hashing import Cancelled
+from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.protocol import AdapterReport, AdapterState, AdapterUse
+
+logger = get_logger(__name__)
 
 Registered = Callable[[], Mapping[int, object]]
 """The adapters this rank has in memory now, by number."""
@@ -69,11 +72,20 @@ class AdapterWatch:
         """Look whether another object has taken an adapter's place; before and after a step."""
         if not self._watched:
             return
-        loaded = self.registered() if self.registered is not None else None
+        try:
+            loaded = self.registered() if self.registered is not None else None
+            if loaded is not None:
+                self._compare(loaded)
+                return
+        except Exception:
+            logger.exception("tiered-kv: LoRA adapters cannot be told apart any more")
+        self.registered = None
         for adapter, watched in self._watched.items():
-            if loaded is None:
-                self._tell(adapter, watched, AdapterState.OPAQUE)
-                continue
+            watched.present = None
+            self._tell(adapter, watched, AdapterState.OPAQUE)
+
+    def _compare(self, loaded: Mapping[int, object]) -> None:
+        for adapter, watched in self._watched.items():
             found = loaded.get(adapter)
             if found is None:
                 watched.present = None
