@@ -36,8 +36,9 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     speculative = vllm_config.speculative_config
     model = vllm_config.model_config
     if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        kind = "encoder" if model.attn_type == "encoder_only" else "pooling model"
         raise UnsupportedModel(
-            "this pooling model needs the whole prompt in one pass: it cannot go on from a prefix"
+            f"this {kind} needs the whole prompt in one pass: it cannot go on from a prefix"
         )
     if model.enable_sleep_mode and not tells_of_sleep():
         raise UnsupportedModel(
