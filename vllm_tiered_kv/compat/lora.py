@@ -37,7 +37,10 @@ def _registered(config: object) -> Registered | None:
     A connector is not told of it, so it is looked for among this process's objects: once, and
     before the first request.
     """
-    from vllm.lora.model_manager import LoRAModelManager
+    try:
+        from vllm.lora.model_manager import LoRAModelManager
+    except ImportError:  # a vLLM that keeps its adapters elsewhere
+        return None
 
     found = [
         manager
