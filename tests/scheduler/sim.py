@@ -204,7 +204,7 @@ class Sim:
             self.vllm_config.cache_config.mamba_cache_mode = "align"
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
-        self.kv_cache_config = _cache(windows, num_blocks)
+        self.kv_cache_config = self.make_cache(windows, num_blocks)
         cls = AsyncScheduler if depth > 1 else Scheduler
         self.scheduler = cls(
             self.vllm_config,
@@ -217,7 +217,7 @@ class Sim:
         self.scheduler.use_v2_model_runner = v2
         self.connector = self.scheduler.connector
         self.half: Any = tiered(self.connector)._scheduler if connector else None
-        self.ranks = [Rank(i, windows, num_blocks, runner) for i in range(ranks)]
+        self.ranks = [self.make_rank(i, windows, num_blocks, runner) for i in range(ranks)]
         for rank in self.ranks if connector else ():
             rank.connect(self.vllm_config, self.kv_cache_config)
             rank.tiered._worker._open_copier = self.gate.wrap
@@ -246,6 +246,15 @@ class Sim:
         self.requests: dict[str, Request] = {}
         self.free_at_start = self.free_blocks
         self.audit = Audit(self)
+
+    def make_cache(self, windows: Sequence[int], num_blocks: int) -> KVCacheConfig:
+        """What the scheduler is told of the cache."""
+        return _cache(windows, num_blocks)
+
+    def make_rank(
+        self, number: int, windows: Sequence[int], num_blocks: int, runner: Runner
+    ) -> Rank:
+        return Rank(number, windows, num_blocks, runner)
 
     # -- what a client does ------------------------------------------------------
 

@@ -295,12 +295,14 @@ def test_bad_blocks_of_another_connector(sim: Make, trust: bool) -> None:
     engine = sim(max_num_batched_tokens=48, extra={"trust_after_reset": trust})
     engine.add("victim", prompt(100), 4)
     engine.step()
-    output = engine.scheduler.schedule()
     (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids("victim")
-    model_output = engine._execute(output)
-    model_output.kv_connector_output.invalid_block_ids = {blocks[1]}
-    engine._in_flight.append((output, model_output))
-    engine.process()
+
+    def spoil(result: KVConnectorOutput) -> None:
+        result.invalid_block_ids = {blocks[1]}
+        engine.on_result = lambda _: None
+
+    engine.on_result = spoil
+    engine.step()
     engine.run()
     engine.settle()
     assert engine.counter("failures", "foreign") == 1

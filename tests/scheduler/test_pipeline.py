@@ -7,128 +7,116 @@ reports are joined by vLLM's own aggregator. The model computes all layers in on
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
-from vllm.v1.outputs import ModelRunnerOutput
 
-from tests.scheduler.sim import BLOCK, LAYERS, MASK, Gate, Sim, layer_value, prompt
-from vllm_tiered_kv import compat
-from vllm_tiered_kv.connector import TieredKVConnector
+from tests.scheduler.audit import Audit
+from tests.scheduler.rank import Rank
+from tests.scheduler.sim import Gate, Sim
+from tests.scheduler.tokens import BLOCK, LAYERS, prompt
+from vllm_tiered_kv.scheduler.index import NodeState
+
+Stage = dict[int, list[int]]
+"""KV cache group -> the layers of it that one stage has."""
+
+
+class StageRank(Rank):
+    """A rank with some of the layers; all groups of a layer share its memory."""
+
+    stage: Stage
+    config: KVCacheConfig
+
+    def hold(self, stage: Stage, config: KVCacheConfig) -> None:
+        self.stage, self.config = stage, config
+
+    def connect(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        super().connect(vllm_config, self.config)
+
+    def register(self) -> None:
+        num_blocks = self.memory.shape[1]
+        self.connector.register_kv_caches(
+            {
+                f"group{g}.layer{i}": self.memory[i].view(num_blocks, 1, BLOCK, 1)
+                for g, layers in self.stage.items()
+                for i in layers
+            }
+        )
+
+    def holds(self, group: int, at: np.ndarray, numbers: np.ndarray) -> bool:
+        layers = self.stage.get(group, [])
+        want = numbers[None, :] ^ self.keys[group][layers][:, None]
+        return bool(np.array_equal(self.values[layers][:, at], want))
+
+    def fill(self, group: int, at: np.ndarray, numbers: np.ndarray) -> None:
+        for layer in self.stage.get(group, []):
+            self.values[layer, at] = numbers ^ self.keys[group][layer]
 
 
 class Pipeline(Sim):
-    """A simulated engine of several ranks.
+    """A simulated engine of several stages; each has a gate of its own before its copies."""
 
-    Args:
-        stages: for each rank its layers, as ``(KV cache group, layer of that group)``.
-    """
-
-    def __init__(
-        self, stages: Sequence[Sequence[tuple[int, int]]], windows: Sequence[int] = (0,), **kw: Any
-    ) -> None:
+    def __init__(self, stages: Sequence[Stage], windows: Sequence[int] = (0,), **kw: Any) -> None:
         self.stages = stages
         super().__init__(
             windows=windows,
+            ranks=len(stages),
             max_model_len=512,
             pipeline_parallel_size=len(stages),
             distributed_executor_backend="mp",
             **kw,
         )
-        self.aggregator = KVOutputAggregator.from_connector(self.connector, len(stages))
-        assert self.worker is not None
-        self.worker.shutdown()
-        self.gates = [Gate() for _ in stages]
-        self.ranks = [self._rank(i) for i in range(len(stages))]
-        self.worker = self.ranks[0]
+        self.audit = _Audit(self)
 
-    def _cache(
-        self, windows: Sequence[int], num_blocks: int
-    ) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
+    def make_cache(self, windows: Sequence[int], num_blocks: int) -> KVCacheConfig:
         self.vllm_config.cache_config.kv_cache_layout = "LBHNC"
-        specs = []
-        for stage in self.stages:
-            specs.append({_name(*place): _spec(windows[place[0]]) for place in stage})
+        specs = [
+            {f"group{g}.layer{i}": _spec(windows[g]) for g, layers in stage.items() for i in layers}
+            for stage in self.stages
+        ]
         memory = [1 << 24] * len(specs)  # more than the blocks that are asked for take
         self.configs = get_kv_cache_configs(self.vllm_config, specs, memory)
         for config in self.configs:
             for g, group in enumerate(config.kv_cache_groups):
                 assert all(name.startswith(f"group{g}.") for name in group.layer_names)
-        pages = {
-            name: torch.randint(1, MASK, (num_blocks, BLOCK), dtype=torch.int64)
-            for stage in specs
-            for name in stage
-        }
-        return generate_scheduler_kv_cache_config(self.configs), pages
+        return generate_scheduler_kv_cache_config(self.configs)
 
-    def _rank(self, rank: int) -> TieredKVConnector:
-        config = copy.copy(self.vllm_config)
-        config.parallel_config = copy.copy(config.parallel_config)
-        config.parallel_config.rank = rank
-        worker = TieredKVConnector(config, compat.KVConnectorRole.WORKER, self.configs[rank])
-        worker._worker._open_copier = self.gates[rank].wrap
-        names = {name for g in self.configs[rank].kv_cache_groups for name in g.layer_names}
-        pages = {name: self.pages[name] for name in names}
-        worker.register_kv_caches(
-            {name: t.view(t.shape[0], 1, BLOCK, 1) for name, t in pages.items()}
-        )
-        return worker
+    def make_rank(self, number: int, *args: Any) -> Rank:
+        rank = StageRank(number, *args)
+        rank.hold(self.stages[number], self.configs[number])
+        return rank
 
-    def _execute(self, output: Any) -> ModelRunnerOutput:
-        outputs: list[ModelRunnerOutput | None] = []
-        for worker in self.ranks:
-            worker.handle_preemptions(output.kv_connector_metadata)
-            worker.bind_connector_metadata(output.kv_connector_metadata)
-        ids = list(output.num_scheduled_tokens)
-        sampled = [self._forward(r, output.num_scheduled_tokens[r]) for r in ids]
-        for worker in self.ranks:
-            result = ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
-            self.worker = worker
-            result.kv_connector_output = self._connector_output(output)
-            outputs.append(result)
-        merged = self.aggregator.aggregate(outputs)
-        assert merged is not None
-        return merged
-
-    def check_pool(self) -> None:
-        """Every offered chunk holds, on each rank, what was computed for that rank's layers."""
-        names_of = {
-            key: self.names[request_id][i * BLOCK : (i + 1) * BLOCK]
-            for request_id, request in self.requests.items()
-            for i, key in enumerate(request.block_hashes)
-        }
-        seen = 0
-        for key, node in self.half.core.index._nodes.items():
-            for rank, worker in enumerate(self.ranks):
-                half = worker._worker
-                for group, slot in enumerate(node.slots):
-                    layers = [layer for g, layer in self.stages[rank] if g == group]
-                    if slot < 0 or not layers:
-                        continue
-                    start = slot * half._slot_bytes
-                    image = half._pool.tensor[start : start + len(layers) * BLOCK * 8]
-                    want = [layer_value(n, i) for i in sorted(layers) for n in names_of[key]]
-                    assert image.view(torch.int64).tolist() == want
-                    seen += 1
-        assert seen or not len(self.half.core.index)
-
-    def close(self) -> None:
-        for gate in self.gates:
-            for direction in ("store", "load"):
-                gate.release(direction)
-        for worker in self.ranks:
-            worker.shutdown()
-        self.scheduler.shutdown()
+    def separate_gates(self) -> list[Gate]:
+        """A gate a stage, instead of one for all."""
+        gates = [Gate() for _ in self.ranks]
+        for rank, gate in zip(self.ranks, gates, strict=True):
+            assert rank.tiered is not None
+            rank.tiered._worker._open_copier = gate.wrap
+        return gates
 
 
-def _name(group: int, layer: int) -> str:
-    return f"group{group}.layer{layer}"
+class _Audit(Audit):
+    """Checks each stage's own layers."""
+
+    def check_device(self) -> None:
+        """What is read is checked when it is read."""
+
+    def check_tier(self) -> None:
+        for key, node in self._sim.half.core.index._nodes.items():
+            if node.state is not NodeState.READY:
+                continue
+            for rank in self._sim.ranks:
+                half = rank.tiered._worker
+                image = half._pool.tensor.numpy().view(np.int64).reshape(half._pool.num_slots, -1)
+                for group, layers in rank.stage.items():
+                    got = image[node.slots[group], : len(layers) * BLOCK].reshape(-1, BLOCK)
+                    want = self._blocks[key][None] ^ rank.keys[group][layers][:, None]
+                    assert np.array_equal(got, want)
 
 
 def _spec(window: int) -> FullAttentionSpec | SlidingWindowSpec:
@@ -138,15 +126,27 @@ def _spec(window: int) -> FullAttentionSpec | SlidingWindowSpec:
     return FullAttentionSpec(block_size=BLOCK, **common)
 
 
-SPLITS = {"2,1": [[(0, 0), (0, 1)], [(0, 2)]], "1,2": [[(0, 0)], [(0, 1), (0, 2)]]}
+SPLITS: dict[str, list[Stage]] = {"2,1": [{0: [0, 1]}, {0: [2]}], "1,2": [{0: [0]}, {0: [1, 2]}]}
+Make = Callable[..., Pipeline]
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    made: list[Pipeline] = []
+
+    def make(stages: Sequence[Stage], split: str, **options: Any) -> Pipeline:
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", split)
+        made.append(Pipeline(stages, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
 
 
 @pytest.fixture(params=sorted(SPLITS))
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipeline]:
-    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", request.param)
-    pipeline = Pipeline(SPLITS[request.param])
-    yield pipeline
-    pipeline.close()
+def engine(request: pytest.FixtureRequest, pipeline: Make) -> Pipeline:
+    return pipeline(SPLITS[request.param], request.param)
 
 
 def test_each_stage_keeps_its_layers(engine: Pipeline) -> None:
@@ -161,22 +161,24 @@ def test_each_stage_keeps_its_layers(engine: Pipeline) -> None:
 
 
 def test_the_tier_fits_its_capacity_whichever_stage_is_larger(engine: Pipeline) -> None:
-    slots = engine.half.core.settings.num_slots
     engine.complete("any", prompt(40))
     engine.settle()
-    used = [worker._worker._slot_bytes * slots for worker in engine.ranks]
-    assert sum(used) <= 256 * 4096
+    slots = engine.half.core.settings.num_slots
+    capacity = engine.vllm_config.kv_transfer_config.kv_connector_extra_config["cpu"]["capacity"]
+    halves = [rank.tiered._worker for rank in engine.ranks if rank.tiered is not None]
+    assert 0 < sum(half._slot_bytes * slots for half in halves) <= capacity
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_chunk_counts_once_every_stage_has_it(engine: Pipeline, rank: int) -> None:
-    engine.gates[rank].hold("store")
+    gate = engine.separate_gates()[rank]
+    gate.hold("store")
     engine.complete("cold", prompt(100), 1)
     for _ in range(3):
         engine.step()
     assert len(engine.half.core.ledger.stores) == 6
     assert engine.half.core.index.ready_run(engine.requests["cold"].block_hashes, 0) == []
-    engine.gates[rank].release("store")
+    gate.release("store")
     engine.settle()
     engine.flush_device()
     assert engine.complete("warm", prompt(100), 1).cpu == 96
@@ -185,15 +187,16 @@ def test_a_chunk_counts_once_every_stage_has_it(engine: Pipeline, rank: int) -> 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stage_whose_load_is_late(engine: Pipeline, rank: int) -> None:
+    gate = engine.separate_gates()[rank]
     engine.complete("cold", prompt(100), 1)
     engine.settle()
     engine.flush_device()
-    engine.gates[rank].hold("load")
+    gate.hold("load")
     engine.add("warm", prompt(100), 3)
     for _ in range(20):
         engine.step()
     assert engine.outputs["warm"] == []  # the other stage's bytes are not enough
-    engine.gates[rank].release("load")
+    gate.release("load")
     engine.run()
     assert engine.hit_tokens == 96
     engine.check_quiet()
@@ -202,7 +205,7 @@ def test_a_stage_whose_load_is_late(engine: Pipeline, rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_a_stage_that_fails(engine: Pipeline, rank: int, direction: str) -> None:
-    gate = engine.gates[rank]
+    gate = engine.separate_gates()[rank]
     if direction == "store":
         gate.fail.add("store")
     engine.complete("cold", prompt(100), 1)
@@ -222,17 +225,13 @@ def test_a_stage_that_fails(engine: Pipeline, rank: int, direction: str) -> None
     engine.check_quiet()
 
 
-def test_a_stage_without_layers_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_without_layers_of_a_group(pipeline: Make) -> None:
     """The first stage has sliding layers only."""
-    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2,1")
-    stages = [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2)]]
-    engine = Pipeline(stages, windows=(40, 0), num_blocks=128)
-    try:
-        engine.complete("cold", prompt(200), 1)
-        engine.settle()
-        engine.flush_device()
-        assert engine.complete("warm", prompt(200), 30).cpu == 192
-        engine.settle()
-        assert engine.counter("failures", "internal") == 0
-    finally:
-        engine.close()
+    stages: list[Stage] = [{0: [0, 1, 2]}, {1: [0, 1, 2]}]
+    engine = pipeline(stages, "2,1", windows=(40, 0), num_blocks=128)
+    engine.complete("cold", prompt(200), 1)
+    engine.settle()
+    engine.flush_device()
+    assert engine.complete("warm", prompt(200), 30).cpu == 192
+    engine.settle()
+    assert engine.counter("failures", "internal") == 0
