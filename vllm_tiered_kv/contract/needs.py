@@ -168,7 +168,10 @@ _CONFIG = [
         "world_size rank decode_context_parallel_size pipeline_parallel_size",
     ),
     *_read("vllm.config:CacheConfig", "enable_prefix_caching kv_cache_layout"),
-    *_read("vllm.config:ModelConfig", "runner_type is_prefix_caching_supported enable_sleep_mode"),
+    *_read(
+        "vllm.config:ModelConfig",
+        "runner_type attn_type is_prefix_caching_supported enable_sleep_mode",
+    ),
     _call("vllm.config:ModelConfig.get_total_num_hidden_layers"),
     _call("vllm.config:SpeculativeConfig.use_eagle"),
     _call("vllm.config:SpeculativeConfig.uses_draft_model"),
@@ -184,7 +187,7 @@ _CONFIG = [
 _EVENTS = "vllm.distributed.kv_events"
 
 _KV_EVENTS = [
-    *_read("vllm.config:VllmConfig", "kv_events_config"),
+    *_read("vllm.config:VllmConfig", "kv_events_config lora_config"),
     *_read("vllm.config:KVEventsConfig", "enable_kv_cache_events"),
     *_read(_EVENTS, "MEDIUM_CPU MEDIUM_STORAGE"),
     _call(
@@ -203,7 +206,10 @@ _KV_EVENTS = [
     _call(f"{_CACHE}:get_kv_cache_spec_sliding_window", "kv_cache_spec"),
     *_read("vllm.envs", "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"),
     *_read(_REQUEST, "all_token_ids lora_request session_id"),
-    *_read("vllm.lora.request:LoRARequest", "adapter_id name"),
+    *_read(
+        "vllm.lora.request:LoRARequest",
+        "adapter_id name lora_int_id lora_name lora_path load_inplace",
+    ),
     *_read(_POOL, "cached_block_hash_to_block", Use.SCHEDULER),
 ]
 
