@@ -4,16 +4,30 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine._server import Pool, assert_same_output, flushed, prompt, tiered
+from tests.conftest import ROOT
+from tests.engine._server import (
+    LOGPROB_TOLERANCE,
+    Models,
+    Pool,
+    assert_same_output,
+    flushed,
+    prompt,
+    tiered,
+)
 from tests.engine.test_cpu_tier import CPU, arrived, cold, counter
 from tools.serving import Client, Metrics
+from tools.serving.process import ENVIRONMENT
 
 SLOT = 128 * 3 * 2 * 2 * 64 * 4
 
@@ -133,3 +147,25 @@ def test_beside_another_connector(servers: Pool, tmp_path: Path, ours_first: boo
         assert metrics.value("vllm:external_prefix_cache_hits_total") == 3 * 896
         for kind in ("internal", "foreign", "report", "load_plan"):
             assert counter(metrics, "failures_total", kind=kind) == 0
+
+
+def test_one_process_for_all(models: Models) -> None:
+    """The ``uni`` executor: engine and worker share an interpreter, its lock and its exit."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine._one_process", str(models.path("llama-tiny"))],
+        env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    result = json.loads(line.removeprefix("RESULT "))
+    assert result["executor"] == "UniProcExecutor"
+    assert [result[when]["cached"] for when in ("cold", "first", "again")] == [0, 0, 640]
+    for when in ("first", "again"):
+        assert result[when]["token_ids"] == result["cold"]["token_ids"]
+        pairs = zip(result[when]["logprobs"], result["cold"]["logprobs"], strict=True)
+        assert max(abs(a - b) for a, b in pairs) <= LOGPROB_TOLERANCE

@@ -28,7 +28,7 @@ _VLLM_CLI = "vllm.entrypoints.cli.main"
 _ERROR = re.compile(r" ERROR [^\]]*\] (?!Traceback )(\S.*)")
 
 # Nothing leaves the machine: no hub look-ups, no usage reports.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -100,7 +100,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **_ENVIRONMENT, **dict(spec.env)},
+                env={**os.environ, **ENVIRONMENT, **dict(spec.env)},
                 start_new_session=True,  # a process group of its own, to be ended as a whole
                 preexec_fn=_end_with_parent,
             )
