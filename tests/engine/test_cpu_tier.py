@@ -17,7 +17,7 @@ from tests.engine._server import (
     flushed,
     prompt,
 )
-from tools.serving import Client, Completion, Metrics
+from tools.serving import Client, Completion, Metrics, RequestFailed
 
 CPU = {"cpu": {"capacity": "512MiB"}}
 _salts = itertools.count()
@@ -252,6 +252,42 @@ def test_a_device_too_small_for_its_requests(servers: Pool) -> None:
     assert client.metrics().value("vllm:num_preemptions_total") > 0
     assert flushed(client)
     assert client.metrics().value("vllm:tiered_kv_failures_total", kind="internal") == 0
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_a_pause_with_loads_and_stores_under_way(client: Client, mode: str) -> None:
+    """vLLM pauses before weights change: it must not wait long, and nothing of before is served."""
+    tokens = [prompt(f"pause {mode} {i}", 1500) for i in range(3)]
+    for known in tokens[:2]:
+        client.complete(known, max_tokens=1)
+    assert flushed(client)
+
+    def ask(asked: list[int]) -> Completion | None:
+        try:
+            return client.complete(asked, max_tokens=30)
+        except RequestFailed:
+            return None  # aborted before its first token
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(ask, asked) for asked in tokens]
+        client.wait_for_metrics(
+            lambda m: (
+                m.value("vllm:num_requests_running") + m.value("vllm:num_requests_waiting") > 0
+            )
+        )
+        assert client.post("/pause", mode=mode) == {"status": "paused"}
+        if mode == "wait":
+            assert all(answer.result() for answer in answers)
+        assert client.post("/resume")["status"] == "resumed"
+    want = cold(client, tokens[0])
+    after, from_cpu = arrived(client, lambda: client.complete(tokens[0]))
+    assert from_cpu == 0
+    assert_same_output(want, after)
+    assert flushed(client)
+    again, from_cpu = arrived(client, lambda: client.complete(tokens[0]))
+    assert from_cpu == 1408
+    assert_same_output(want, again)
+    assert client.metrics().value("vllm:kv_cache_usage_perc") == 0
 
 
 def test_a_tier_smaller_than_one_request(servers: Pool) -> None:

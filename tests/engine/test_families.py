@@ -33,6 +33,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "blocks of 32": {"variant": "llama-tiny", "args": ["--block-size=32"]},
 }
 
+SLOW = {"gemma3n", "phi3", "blocks of 32"}
+"""Each costs a server of its own; what they add is also tested from specs and layouts."""
+
 
 def on_device(client: Client, tokens: list[int], **options: Any) -> Completion:
     """An answer whose prompt was found in the device's cache.
@@ -50,7 +53,13 @@ def on_device(client: Client, tokens: list[int], **options: Any) -> Completion:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, family in FAMILIES.items()
+    ],
+)
 def test_a_hit_equals_one_in_the_device_cache(servers: Pool, family: dict[str, Any]) -> None:
     client = servers.get(extra_config=CPU, **family)
     for length in (640, 1001, 1600):

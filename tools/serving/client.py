@@ -185,6 +185,17 @@ class Client:
         response.raise_for_status()
         return bool(response.json()["success"])
 
+    def post(self, path: str, **params: str) -> dict[str, Any]:
+        """POST to one of the server's own endpoints; returns what it answers.
+
+        Raises:
+            httpx.HTTPStatusError: an error status.
+        """
+        response = self._http.post(path, params=params)
+        response.raise_for_status()
+        answer: dict[str, Any] = response.json()
+        return answer
+
     def _events(self, content: bytes) -> Generator[dict[str, Any], None, None]:
         headers = {"content-type": "application/json"}
         try:

@@ -25,6 +25,7 @@ Registered = Callable[[], Mapping[int, object]]
 """The adapters this rank has in memory now, by number."""
 
 MAX_WATCHED = 4096
+IDLE_SECONDS = 5.0
 
 
 class _Watched:
@@ -147,7 +148,7 @@ class AdapterWatch:
         while True:
             with self._wake:
                 while not self._queue and not self._closing.is_set():
-                    self._wake.wait()
+                    self._wake.wait(IDLE_SECONDS)
                 if self._closing.is_set():
                     return
                 adapter, (generation, found) = self._queue.popitem()
