@@ -368,20 +368,6 @@ class Sim:
         """Whether the ranks have done all that was planned."""
         return not self._scheduled
 
-    def stalled_by_vllm(self) -> str | None:
-        """The request at which vLLM's scan stops for good, if that is why nothing moves.
-
-        vLLM 0.32 frees the blocks of a request whose load failed only when its scan comes to
-        it, and the scan stops at the first request that does not fit. Two failed loads on a
-        device too small for both can so block each other; a connector has no part in that.
-        """
-        scheduler = self.scheduler
-        failed = scheduler.failed_recving_kv_req_ids & scheduler.finished_recving_kv_req_ids
-        if scheduler.running or not failed or self.half.core.ledger.loads:
-            return None
-        head = next(iter(scheduler.kv_holding_waiting), None)
-        return None if head is None or head.request_id in failed else head.request_id
-
     def run(self, limit: int = 3000) -> None:
         """Step until nothing is left to do."""
         for _ in range(limit):

@@ -62,6 +62,9 @@ class SchedulerHalf:
             settings.geometry.chunk_tokens,
         )
         self._requests: dict[str, RequestState] = {}
+        self._parked: set[str] = set()
+        """Requests whose load is over, ours or another connector's, and that vLLM has not gone on
+        with: they hold device blocks."""
         self._gauges: dict[str, float] = {}
         self._evicted = 0
         self._malformed = 0
@@ -97,11 +100,27 @@ class SchedulerHalf:
         """
         try:
             self._drain_once()
-            tokens = self.loads.find(self._state(request), computed)
+            state = self._state(request)
+            if self._gives_way(state):
+                return None, False
+            tokens = self.loads.find(state, computed)
         except Exception:  # noqa: BLE001
             self.core.bug("a look-up")
             return 0, False
         return tokens, bool(tokens)
+
+    def _gives_way(self, state: RequestState) -> bool:
+        """Whether a request whose load was lost lets others pass.
+
+        vLLM keeps it at the head of those that hold blocks, and looks at none behind a request
+        that doesn't fit: on a small device the blocks it needs may be theirs, and then nothing
+        would ever move again. Asked to come back, it is passed over.
+        """
+        request_id = state.request.request_id
+        if request_id in self._parked:  # looked up again: its blocks have been given back
+            self._parked.discard(request_id)
+            state.lost_load = True
+        return state.lost_load and bool(self._parked) and self.loads.may_wait(state)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """vLLM admits the request and takes ``tokens`` of what was offered."""
@@ -120,6 +139,9 @@ class SchedulerHalf:
             if state is None:
                 continue
             first, state.unsure = state.unsure, False
+            if first:
+                state.lost_load = False
+                self._parked.discard(request_id)
             computed = state.request.num_computed_tokens + scheduled
             if computed >= state.next_store_at:
                 tables = functools.partial(_block_tables, output, request_id)
@@ -183,6 +205,8 @@ class SchedulerHalf:
             self.loads.told(state, output)
             if state.load is None and state.request.is_finished():
                 del self._requests[request_id]
+            elif request_id in output.finished_recving:
+                self._parked.add(request_id)
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """The request ends; its blocks are freed when this returns."""
@@ -190,6 +214,7 @@ class SchedulerHalf:
         if state is None or state.load is not None:
             return  # vLLM keeps the blocks of a load until the ranks have reported it
         del self._requests[request.request_id]
+        self._parked.discard(request.request_id)
         try:
             self.stores.finished(state, block_ids)
         except Exception:  # noqa: BLE001

@@ -180,6 +180,10 @@ class LoadPlanner:
             return False
         return self._wait(state, core.settings.load_deadline)
 
+    def may_wait(self, state: RequestState) -> bool:
+        """Whether the request may be asked to come back once more."""
+        return self._wait(state, self._core.settings.load_deadline)
+
     def _wait(self, state: RequestState, patience: float) -> bool:
         """Whether the request has not yet waited for ``patience`` seconds."""
         core = self._core

@@ -41,6 +41,7 @@ class RequestState:
         "failed_loads",
         "load",
         "lora",
+        "lost_load",
         "next_chunk",
         "next_store_at",
         "offer",
@@ -74,6 +75,8 @@ class RequestState:
         """Since when it waits for another request's load of the same prefix."""
         self.failed_loads = 0
         """Loads of this request that did not arrive."""
+        self.lost_load = False
+        """A load of it was lost, ours or another connector's; it hasn't been scheduled since."""
         self.unsure = True
         """vLLM has not scheduled it since it was looked up, or since a load failed: what it
         counts as computed may never have arrived."""
