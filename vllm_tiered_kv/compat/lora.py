@@ -42,11 +42,12 @@ def _registered(config: object) -> Registered | None:
     except ImportError:  # a vLLM that keeps its adapters elsewhere
         return None
 
-    found = [
-        manager
-        for manager in gc.get_objects()
-        if isinstance(manager, LoRAModelManager) and manager.lora_config is config
+    # By type(): isinstance() asks an object for its __class__, which raises in a dead weak
+    # proxy and runs whatever code others have put there.
+    found: list[LoRAModelManager] = [
+        manager for manager in gc.get_objects() if issubclass(type(manager), LoRAModelManager)
     ]
+    found = [manager for manager in found if manager.lora_config is config]
     if len(found) != 1:
         return None
     manager = found[0]
