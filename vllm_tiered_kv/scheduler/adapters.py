@@ -95,6 +95,14 @@ class _Adapter:
         self.tainted = False
         """Was loaded in place."""
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its content is not known and will be in a moment."""
+        if self.content is not None or self.tainted:
+            return False
+        states = {rank.state for rank in self.ranks.values()}
+        return not states & {AdapterState.OPAQUE, AdapterState.ABSENT}
+
 
 class AdapterTable:
     """What the ranks have said about adapters. Scheduler thread only.
@@ -134,21 +142,21 @@ class AdapterTable:
                 each.mixed = True
             return Verdict.NEVER
         if adapter.content is None:
-            states = [rank.state for rank in adapter.ranks.values()]
-            if AdapterState.OPAQUE in states or AdapterState.ABSENT in states:
-                return Verdict.GO_WITHOUT
-            return Verdict.ASK_AGAIN
+            return Verdict.ASK_AGAIN if adapter.is_awaited else Verdict.GO_WITHOUT
         alias.note(adapter.content.digest)
         if computed and alias.mixed:
             return Verdict.NEVER
         if computed and alias.doubts:
-            return Verdict.ASK_AGAIN
+            # What was unloaded before it was digested will never be known.
+            awaited = any(self._adapters[number].is_awaited for number in alias.doubts)
+            return Verdict.ASK_AGAIN if awaited else Verdict.GO_WITHOUT
         return adapter.content
 
     def went_without(self, lora: LoraName) -> None:
         """A request is computed with weights nobody can name yet."""
         alias = self._aliases.get((lora.name, lora.path))
-        if alias is not None:
+        adapter = self._adapters.get(lora.adapter)
+        if alias is not None and adapter is not None and adapter.content is None:
             alias.doubts.add(lora.adapter)
 
     def report(self, rank: int, report: AdapterReport) -> None:
@@ -180,6 +188,7 @@ class AdapterTable:
         for alias in self._aliases.values():
             alias.mixed = False
             alias.content = None
+            alias.doubts.clear()
 
     def _follow(self, lora: LoraName) -> tuple[_Alias | None, _Adapter | None]:
         names = (lora.name, lora.path)
