@@ -52,6 +52,8 @@ class AdapterWatch:
         self._rank = rank
         self.registered = registered
         self._watched: dict[int, _Watched] = {}
+        self._there: set[int] = set()
+        """Adapters that are loaded, or whose absence has not been told yet."""
         self._reports: list[AdapterReport] = []
         self._wake = threading.Condition()
         self._queue: dict[int, tuple[int, object]] = {}  # the newest of each adapter
@@ -63,11 +65,13 @@ class AdapterWatch:
         """Begin and end to watch adapters, as a step's plan says."""
         for adapter in unwatch:
             self._watched.pop(adapter, None)
+            self._there.discard(adapter)
             with self._wake:
                 self._queue.pop(adapter, None)
         for adapter in watch:
             if len(self._watched) < MAX_WATCHED:
                 self._watched.setdefault(adapter, _Watched())
+                self._there.add(adapter)
 
     def observe(self) -> None:
         """Look whether another object has taken an adapter's place; before and after a step."""
@@ -86,10 +90,15 @@ class AdapterWatch:
             self._tell(adapter, watched, AdapterState.OPAQUE)
 
     def _compare(self, loaded: Mapping[int, object]) -> None:
-        for adapter, watched in self._watched.items():
-            found = loaded.get(adapter)
+        # Only what is in memory or was: a step costs nothing for all others ever asked for.
+        self._there.update(adapter for adapter in loaded if adapter in self._watched)
+        for adapter in tuple(self._there):
+            watched, found = self._watched[adapter], loaded.get(adapter)
             if found is None:
                 watched.present = None
+                self._there.discard(adapter)
+                with self._wake:
+                    self._queue.pop(adapter, None)  # or it would be kept alive for us
                 self._tell(adapter, watched, AdapterState.ABSENT)
             elif watched.present is None or watched.present() is not found:
                 watched.generation += 1
