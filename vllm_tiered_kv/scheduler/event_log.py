@@ -31,7 +31,7 @@ class ChunkFacts(msgspec.Struct, frozen=True):
     """What can be said of a chunk while its request is there."""
 
     hashes: tuple[bytes, ...]
-    """Of its blocks, as fine as vLLM hashes; the last one is the chunk's key."""
+    """Of its blocks, as fine as vLLM hashes; the chunk's key begins with the last one."""
     parent: bytes | None
     """The hash before the first one; None at the start of a prompt."""
     token_ids: tuple[int, ...]
@@ -106,7 +106,7 @@ class TierLog:
         self._waiting: OrderedDict[bytes, StoredChunk] = OrderedDict()
         self._told: OrderedDict[bytes, _Told] = OrderedDict()  # those of an old epoch come first
         self._leaving: dict[bytes, _Told] = {}  # forgotten one by one, to be taken back
-        self._shared = SharedHeads()  # of all in _told
+        self._shared = SharedHeads()  # of all in _told that are not alone
 
     def __len__(self) -> int:
         """Chunks of which something is still to be published, or will be when a store ends."""
@@ -180,15 +180,17 @@ class TierLog:
         room = self._max_removed_hashes
         while room > 0:
             if self._leaving:
-                _, gone = self._leaving.popitem()
+                key, gone = self._leaving.popitem()
             elif self._told and next(iter(self._told.values())).epoch != self._epoch:
-                _, gone = self._told.popitem(last=False)
-                self._shared.remove(gone.hashes, gone.groups)
+                key, gone = self._told.popitem(last=False)
+                if not _is_alone(key, gone.hashes):
+                    self._shared.remove(gone.hashes, gone.groups)
             else:
                 break
             for group in _bits(gone.groups):
                 room -= len(gone.hashes)
-                kept = self._shared.kept(gone.hashes, group)
+                alone = _is_alone(key, gone.hashes)
+                kept = 0 if alone else self._shared.kept(gone.hashes, group)
                 removed.append(RemovedPart(gone.hashes, group, kept))
         return removed
 
@@ -210,11 +212,12 @@ class TierLog:
                 self._leave(key, old, gone)
         hashes = chunk.facts.hashes
         self._told[key] = _Told(self._epoch, self._generation, chunk.groups, hashes)
-        self._shared.add(hashes, chunk.groups)
+        if not _is_alone(key, hashes):
+            self._shared.add(hashes, chunk.groups)
 
     def _untell(self, key: bytes) -> _Told | None:
         told = self._told.pop(key, None)
-        if told is not None:
+        if told is not None and not _is_alone(key, told.hashes):
             self._shared.remove(told.hashes, told.groups)
         return told
 
@@ -222,6 +225,14 @@ class TierLog:
         if (leaving := self._leaving.get(key)) is not None:
             groups |= leaving.groups
         self._leaving[key] = _Told(told.epoch, told.generation, groups, told.hashes)
+
+
+def _is_alone(key: bytes, hashes: tuple[bytes, ...]) -> bool:
+    """Whether no other chunk can hold one of these blocks.
+
+    Not so with an adapter: other weights of its name and path leave chunks of the same hashes.
+    """
+    return len(hashes) == 1 and hashes[0] == key
 
 
 def _groups(node: Node) -> int:

@@ -26,8 +26,6 @@ class SharedHeads:
 
     def add(self, hashes: tuple[bytes, ...], groups: int) -> None:
         """A chunk is held by the groups of a bit mask."""
-        if len(hashes) == 1:
-            return  # its one hash stands for it alone
         family = self._families.get(hashes[0])
         if family is None:
             self._families[hashes[0]] = (groups, hashes)
@@ -38,8 +36,6 @@ class SharedHeads:
 
     def remove(self, hashes: tuple[bytes, ...], groups: int) -> None:
         """Undo one :meth:`add`, given the same."""
-        if len(hashes) == 1:
-            return
         family = self._families.get(hashes[0])
         if isinstance(family, dict):
             _count(family, hashes, groups, -1)
@@ -48,8 +44,6 @@ class SharedHeads:
 
     def kept(self, hashes: tuple[bytes, ...], group: int) -> int:
         """How many of a chunk's blocks, from its head, others hold in a group."""
-        if len(hashes) == 1:
-            return 0
         family = self._families.get(hashes[0])
         if family is None:
             return 0
