@@ -166,7 +166,9 @@ class AdapterWatch:
                 report = AdapterReport(adapter, generation, AdapterState.KNOWN, digest)
             except Cancelled:
                 return
-            except (Opaque, RuntimeError, TypeError, MemoryError):
+            except Exception as error:  # noqa: BLE001 - without this thread no adapter is known
+                if not isinstance(error, Opaque):
+                    logger.warning("tiered-kv: a LoRA adapter has no digest: %r", error)
                 report = AdapterReport(adapter, generation, AdapterState.OPAQUE)
             del found
             with self._wake:
