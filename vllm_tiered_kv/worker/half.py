@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from vllm_tiered_kv import metrics
@@ -316,6 +317,9 @@ class WorkerHalf:
             load = self._loads.pop(result.job, None)
             if load is None:
                 continue
+            if result.status is JobStatus.DONE and not self.adapters.holds(load.adapter):
+                # Other weights took the place of those that the request was to go on with.
+                result = msgspec.structs.replace(result, status=JobStatus.DROPPED)
             self._load_results.append(result)  # travels with the same step's output
             outcome.finished.add(load.request_id)
             if result.status is JobStatus.DONE:
