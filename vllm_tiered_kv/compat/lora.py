@@ -35,7 +35,7 @@ def _registered(config: object) -> Registered | None:
     """The adapters of the manager that was built with ``config``.
 
     A connector is not told of it, so it is looked for among this process's objects: once, and
-    before the first request.
+    before the first request. (Later ``gc.freeze()``, which vLLM calls, has put it out of sight.)
     """
     try:
         from vllm.lora.model_manager import LoRAModelManager

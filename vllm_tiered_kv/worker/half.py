@@ -138,8 +138,9 @@ class WorkerHalf:
             LayoutError: pages that are not contiguous; the engine must not start so.
         """
         self._pages.take(kv_caches)
-        if self._find_adapters is not None:
-            self.adapters.registered = self._find_adapters()
+        find, self._find_adapters = self._find_adapters, None  # once: see compat.find_adapters
+        if find is not None:
+            self.adapters.registered = find()
             if self.adapters.registered is None:
                 logger.warning(
                     "tiered-kv: requests with LoRA adapters are computed without the tier"
