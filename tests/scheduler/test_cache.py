@@ -302,3 +302,19 @@ def test_a_prompt_of_whole_blocks_leaves_a_token_to_a_state(sim: Make, depth: in
     engine.flush_device()
     assert engine.complete("again", prompt(160), 4).cpu == 144
     engine.check_quiet()
+
+
+def test_a_window_that_moves_on_costs_a_chunk_no_more_than_its_own_part(sim: Make) -> None:
+    """What leaves the window is handed out at once, here while its copy has not begun."""
+    engine = sim(windows=(0, 40), num_blocks=40)
+    engine.gate.hold("store")
+    engine.complete("a", prompt(10 * BLOCK), 40)
+    engine.gate.release("store")
+    engine.settle()
+    engine.audit.check()
+    request = engine.requests["a"]
+    nodes = [engine.half.core.index.get(key) for key in request.block_hashes[:10]]
+    assert all(node is not None and node.slots[0] != ABSENT for node in nodes)
+    assert any(node.slots[1] == ABSENT for node in nodes)
+    assert not any(node.coming or node.pins for node in nodes)
+    engine.check_quiet()

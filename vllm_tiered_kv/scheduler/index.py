@@ -117,7 +117,9 @@ class ChunkIndex:
 
     # -- storing ---------------------------------------------------------------
 
-    def reserve(self, key: bytes, parent: Node | None, groups: Sequence[int]) -> Node | None:
+    def reserve(
+        self, key: bytes, parent: Node | None, groups: Sequence[int], later: Sequence[int] = ()
+    ) -> Node | None:
         """Room for a chunk that is not in the index, evicting what was least recently used.
 
         The node starts STORING and pinned once. ``parent`` is never evicted for its child.
@@ -126,6 +128,8 @@ class ChunkIndex:
             key: the chunk's key, absent from the index.
             parent: the node of the chunk before, None for the first chunk of a prefix.
             groups: the groups whose part will be stored.
+            later: those of them that are written apart from the rest, and whose end
+                :meth:`extended` is told; the node is pinned once more for them.
 
         Returns:
             None if there is no room that may be taken.
@@ -141,6 +145,10 @@ class ChunkIndex:
         self._nodes[key] = node
         self.adopt(node, parent)
         self.pin(node)
+        if later:
+            for group in later:
+                node.coming[group], slots[group] = slots[group], ABSENT
+            self.pin(node)
         return node
 
     def extend(self, node: Node, groups: Sequence[int]) -> bool:

@@ -73,6 +73,9 @@ class LoadPlanner:
         if storing and self._wait(state, STORE_PATIENCE):
             return None  # its copy out ends within moments, and then it can be loaded
         usable = usable_chunks(core.geometry, run, first, computed)
+        coming = any(node.coming for node in run[usable:])
+        if coming and self._wait(state, STORE_PATIENCE):
+            return None
         if not usable:
             return self._answer(state, "miss", 0)
         state.offer = Offer(computed, first, tuple(run[:usable]))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import compat
+from vllm_tiered_kv.geometry import GroupKind
 from vllm_tiered_kv.protocol import AdapterUse, BlockCopy, JobStatus, StoreJob
 from vllm_tiered_kv.scheduler.core import Core
 from vllm_tiered_kv.scheduler.index import ABSENT, Node, NodeState
@@ -182,11 +183,22 @@ class StorePlanner:
         parts = blocks_of_chunk(core.geometry, chunk, tables, core.null_block, states)
         if parts is None:
             return None
-        node = core.index.reserve(key, parent, list(parts))
+        # What leaves a window may be handed out in the next step. That must not cost the chunk
+        # the parts that are needed of every prefix, so these are a job of their own.
+        kinds = {group: core.geometry.groups[group].kind for group in parts}
+        lasting = [group for group, kind in kinds.items() if kind is GroupKind.FULL]
+        later = tuple(group for group in parts if lasting and group not in lasting)
+        node = core.index.reserve(key, parent, list(parts), later)
         if node is None:
             return None
-        copies = tuple(BlockCopy(g, node.slots[g], 0, part) for g, part in parts.items())
-        self._send(self._pool, node, copies, adapter=adapter)
+        copies = {
+            group: BlockCopy(group, node.coming.get(group, node.slots[group]), 0, part)
+            for group, part in parts.items()
+        }
+        now = tuple(copy for group, copy in copies.items() if group not in later)
+        self._send(self._pool, node, now, adapter=adapter)
+        if later:
+            self._send(self._pool, node, tuple(copies[g] for g in later), later, adapter=adapter)
         return node
 
     def _extend(self, node: Node, states: Mapping[int, int], adapter: AdapterUse | None) -> bool:
