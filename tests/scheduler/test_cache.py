@@ -306,7 +306,7 @@ def test_a_prompt_of_whole_blocks_leaves_a_token_to_a_state(sim: Make, depth: in
 
 def test_a_window_that_moves_on_costs_a_chunk_no_more_than_its_own_part(sim: Make) -> None:
     """What leaves the window is handed out at once, here while its copy has not begun."""
-    engine = sim(windows=(0, 40), num_blocks=40)
+    engine = sim(windows=(0, 40), num_blocks=24)
     engine.gate.hold("store")
     engine.complete("a", prompt(10 * BLOCK), 40)
     engine.gate.release("store")
