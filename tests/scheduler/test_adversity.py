@@ -199,6 +199,26 @@ def test_a_load_given_up_forgets_no_chunk(sim: Make) -> None:
     engine.check_quiet()
 
 
+class Watched(list):
+    """Block hashes that count how many of them are looked at."""
+
+    read = 0
+
+    def __getitem__(self, index):
+        self.read += 1 if isinstance(index, int) else len(range(*index.indices(len(self))))
+        return super().__getitem__(index)
+
+
+def asked_again(engine: Sim, request_id: str) -> int:
+    """How many block hashes a look-up reads that is answered with "ask again"."""
+    request = engine.requests[request_id]
+    hashes = request.block_hashes
+    request.block_hashes = request._block_hashes = watched = Watched(hashes)
+    assert engine.half.find(request, 0) == (None, False)
+    request.block_hashes = request._block_hashes = hashes
+    return watched.read
+
+
 def test_many_that_wait_for_one_load_are_asked_cheaply(sim: Make) -> None:
     """A look-up that can only be answered later touches one key, not the whole prompt."""
     engine = sim(num_blocks=128)
@@ -210,23 +230,25 @@ def test_many_that_wait_for_one_load_are_asked_cheaply(sim: Make) -> None:
     while not engine.gate.entered["load"].wait(0.001):
         engine.step()
     engine.add("waiter", prompt(1600), 1)
-    request = engine.requests["waiter"]
-
-    class Watched(list):
-        read = 0
-
-        def __getitem__(self, index):
-            Watched.read += 1 if isinstance(index, int) else len(range(*index.indices(len(self))))
-            return super().__getitem__(index)
-
-    hashes = request.block_hashes
-    request._block_hashes = Watched(hashes)
-    request.block_hashes = Watched(hashes)
-    assert engine.half.find(request, 0) == (None, False)
-    assert Watched.read == 1
-    request.block_hashes = hashes
+    assert asked_again(engine, "waiter") == 1
     engine.gate.release("load")
     engine.run()
+    engine.check_quiet()
+
+
+def test_many_that_wait_for_one_store_are_asked_cheaply(sim: Make) -> None:
+    engine = sim(num_blocks=128)
+    now = engine.half.core.clock()
+    engine.half.core.clock = lambda: now
+    engine.gate.hold("store")
+    engine.complete("a", prompt(1600), 1)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("waiter", prompt(1600), 1)
+    engine.step()
+    assert asked_again(engine, "waiter") == 1
+    engine.gate.release("store")
+    engine.run()
+    assert engine.hit_tokens == 1600
     engine.check_quiet()
 
 

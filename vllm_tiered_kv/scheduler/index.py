@@ -44,6 +44,13 @@ class Node:
         self.pins = 0
         self.state = NodeState.STORING
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether it, or a part of it, is being written and can be offered then."""
+        return self.state is NodeState.STORING or (
+            self.state is NodeState.READY and bool(self.coming)
+        )
+
 
 class IndexListener(Protocol):
     """Is told what can be offered; called on the scheduler's thread, must cost next to nothing."""

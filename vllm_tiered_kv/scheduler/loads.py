@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.protocol import JobStatus, LoadJob
-from vllm_tiered_kv.scheduler.adapters import Verdict
+from vllm_tiered_kv.scheduler.adapters import BASE_MODEL, Verdict
 from vllm_tiered_kv.scheduler.core import TIER, Core
 from vllm_tiered_kv.scheduler.groups import usable_chunks
 from vllm_tiered_kv.scheduler.index import Node
@@ -64,17 +64,15 @@ class LoadPlanner:
         if first >= count_chunks(request.block_hashes, reusable, core.geometry):
             return self._answer(state, "miss", 0)
         key = chunk_key(request.block_hashes, first, core.geometry, content.digest)
-        if self._must_wait(state, key):
+        if self._awaits_load(state, key) or self._awaits_store(state):
             return None  # asked again in every step, for every request that waits: stay cheap
         keys = chunk_keys(request.block_hashes, reusable, core.geometry, content.digest)
         run = core.index.ready_run(keys, first)
-        end = first + len(run)
-        storing = end < len(keys) and core.index.get(keys[end]) is not None
-        if storing and self._wait(state, STORE_PATIENCE):
-            return None  # its copy out ends within moments, and then it can be loaded
         usable = usable_chunks(core.geometry, run, first, computed)
-        coming = any(node.coming for node in run[usable:])
-        if coming and self._wait(state, STORE_PATIENCE):
+        end = first + len(run)
+        beyond = core.index.get(keys[end]) if end < len(keys) else None
+        state.awaited = beyond or next((node for node in run[usable:] if node.coming), None)
+        if self._awaits_store(state):
             return None
         if not usable:
             return self._answer(state, "miss", 0)
@@ -87,6 +85,7 @@ class LoadPlanner:
         offer, state.offer = state.offer, None
         state.counted = False
         state.waiting_since = None
+        state.awaited = None
         if tokens <= 0 or state.load is not None:
             return
         load = None
@@ -105,7 +104,7 @@ class LoadPlanner:
         state.load = load
         job = core.ledger.add_load(load)
         deadline = core.settings.load_deadline
-        use = None if state.content is None else state.content.use
+        use = (state.content or BASE_MODEL).use
         self.jobs.append(LoadJob(job, load.request_id, load.copies, deadline, use))
 
     def settled(self, load: ActiveLoad) -> None:
@@ -174,14 +173,22 @@ class LoadPlanner:
             adapters.went_without(state.lora)
         return False
 
-    def _must_wait(self, state: RequestState, key: bytes) -> bool:
+    def _awaits_store(self, state: RequestState) -> bool:
+        """Whether to ask again later: a chunk or a part of it is on its way into the tier.
+
+        Its copy ends within moments, and then it can be loaded.
+        """
+        node = state.awaited
+        return node is not None and node.is_arriving and self._wait(state, STORE_PATIENCE)
+
+    def _awaits_load(self, state: RequestState, key: bytes) -> bool:
         """Whether to ask again later: another request is loading this very prefix."""
         core = self._core
         owner = self._loading.get(key) if core.settings.shares_device_prefixes else None
         shared = owner is not None and owner != state.request.request_id
         if not shared and len(core.ledger.loads) < MAX_LOADS:
             return False
-        return self._wait(state, core.settings.load_deadline)
+        return self.may_wait(state)
 
     def may_wait(self, state: RequestState) -> bool:
         """Whether the request may be asked to come back once more."""
@@ -220,7 +227,7 @@ class LoadPlanner:
         """The nodes of the whole prefix, also those the device holds already."""
         geometry, index = self._core.geometry, self._core.index
         tokens = offer.first * geometry.chunk_tokens
-        content = b"" if state.content is None else state.content.digest
-        keys = chunk_keys(state.request.block_hashes, tokens, geometry, content)
+        digest = (state.content or BASE_MODEL).digest
+        keys = chunk_keys(state.request.block_hashes, tokens, geometry, digest)
         head = [node for key in keys if (node := index.get(key)) is not None]
         return [*head, *offer.nodes]

@@ -35,6 +35,7 @@ class RequestState:
     """One request between its arrival and its end. Mutable; scheduler thread only."""
 
     __slots__ = (
+        "awaited",
         "content",
         "counted",
         "epoch",
@@ -72,7 +73,9 @@ class RequestState:
         self.next_store_at = NEVER
         """Computed tokens from which ``next_chunk`` is complete; NEVER: stores nothing."""
         self.waiting_since: float | None = None
-        """Since when it waits for another request's load of the same prefix."""
+        """Since when its look-up is answered with "ask again"."""
+        self.awaited: Node | None = None
+        """The chunk its look-up waited for."""
         self.failed_loads = 0
         """Loads of this request that did not arrive."""
         self.lost_load = False

@@ -83,28 +83,22 @@ class StorePlanner:
 
     def ended(self, store: ActiveStore) -> None:
         """Every rank has reported the store."""
-        core = self._core
-        if store.extends:
-            done = store.status is JobStatus.DONE
-            core.index.extended(store.node, store.extends, arrived=done)
-            if done:
-                core.count_copy("store", store.nbytes, store.seconds)
-            elif store.status is JobStatus.FAILED:
-                core.fail("store", "storing a chunk failed; it is not kept")
-            return
-        if store.status is JobStatus.DONE:
-            wanted = store.node.state is NodeState.STORING
-            core.index.commit(store.node)
+        core, node = self._core, store.node
+        done, failed = store.status is JobStatus.DONE, store.status is JobStatus.FAILED
+        if done:
             core.count_copy("store", store.nbytes, store.seconds)
-            core.count_chunks("stored" if wanted else "dropped")
+        elif failed:
+            core.fail("store", "storing a chunk failed; it is not kept")
+        if store.extends:
+            core.index.extended(node, store.extends, arrived=done)
+            return
+        if done:
+            core.count_chunks("stored" if node.state is NodeState.STORING else "dropped")
+            core.index.commit(node)
         else:
-            core.index.discard(store.node)
-            if store.status is JobStatus.FAILED:
-                core.count_chunks("failed")
-                core.fail("store", "storing a chunk failed; it is not kept")
-            else:
-                core.count_chunks("dropped")
-        core.index.unpin(store.node)
+            core.count_chunks("failed" if failed else "dropped")
+            core.index.discard(node)
+        core.index.unpin(node)
 
     def device_is_empty(self) -> bool:
         """Whether no request holds a block and the device's cache has just been reset."""
@@ -185,20 +179,16 @@ class StorePlanner:
             return None
         # What leaves a window may be handed out in the next step. That must not cost the chunk
         # the parts that are needed of every prefix, so these are a job of their own.
-        kinds = {group: core.geometry.groups[group].kind for group in parts}
-        lasting = [group for group, kind in kinds.items() if kind is GroupKind.FULL]
-        later = tuple(group for group in parts if lasting and group not in lasting)
-        node = core.index.reserve(key, parent, list(parts), later)
+        groups = core.geometry.groups
+        lasting = {g: part for g, part in parts.items() if groups[g].kind is GroupKind.FULL}
+        now = lasting or parts
+        later = {g: part for g, part in parts.items() if g not in now}
+        node = core.index.reserve(key, parent, list(parts), list(later))
         if node is None:
             return None
-        copies = {
-            group: BlockCopy(group, node.coming.get(group, node.slots[group]), 0, part)
-            for group, part in parts.items()
-        }
-        now = tuple(copy for group, copy in copies.items() if group not in later)
-        self._send(self._pool, node, now, adapter=adapter)
+        self._send(self._pool, node, now, node.slots, adapter)
         if later:
-            self._send(self._pool, node, tuple(copies[g] for g in later), later, adapter=adapter)
+            self._send(self._pool, node, later, node.coming, adapter, extends=tuple(later))
         return node
 
     def _extend(self, node: Node, states: Mapping[int, int], adapter: AdapterUse | None) -> bool:
@@ -207,26 +197,26 @@ class StorePlanner:
         if self._pool is None or len(core.ledger.stores) >= MAX_STORES:
             return False
         missing = {
-            group: block
+            group: (block,)
             for group, block in states.items()
             if node.slots[group] == ABSENT and group not in node.coming
         }
-        groups = tuple(missing)
-        if not groups or not core.index.extend(node, groups):
+        if not missing or not core.index.extend(node, list(missing)):
             return False
-        copies = tuple(BlockCopy(g, node.coming[g], 0, (missing[g],)) for g in groups)
-        self._send(self._pool, node, copies, groups, adapter=adapter)
+        self._send(self._pool, node, missing, node.coming, adapter, extends=tuple(missing))
         return True
 
     def _send(
         self,
         pool: BlockPool,
         node: Node,
-        copies: tuple[BlockCopy, ...],
-        extends: tuple[int, ...] = (),
-        *,
+        parts: Mapping[int, tuple[int, ...]],
+        slots: Sequence[int] | Mapping[int, int],
         adapter: AdapterUse | None,
+        extends: tuple[int, ...] = (),
     ) -> None:
+        """Have device blocks, by group, copied into the slots of these groups."""
+        copies = tuple(BlockCopy(group, slots[group], 0, part) for group, part in parts.items())
         blocks = tuple(block for copy in copies for block in copy.blocks)
         job = self._core.ledger.add_store(ActiveStore(node, blocks, extends))
         compat.watch_blocks(pool, blocks, self._on_reuse)
