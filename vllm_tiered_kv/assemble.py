@@ -12,7 +12,7 @@ from vllm_tiered_kv import compat
 from vllm_tiered_kv.channel import SchedulerEndpoint
 from vllm_tiered_kv.config import Options, check_capacity, memory_limit, parse_options
 from vllm_tiered_kv.contract import check
-from vllm_tiered_kv.geometry import Geometry, GroupGeometry, GroupKind, plan_geometry
+from vllm_tiered_kv.geometry import Geometry, GroupGeometry, plan_geometry
 from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
 from vllm_tiered_kv.startup import NamespaceTask, announce, warn_about_memory, warn_about_policy
@@ -67,15 +67,11 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         compat.worker_rank(vllm_config),
         [tuple(group.layer_names) for group in groups],
         kv_cache_config.num_blocks,
-        [_kept_tokens(group) for group in geometry.groups],
+        geometry.groups,
         # vLLM computes again from the first bad block on: that needs every block before it.
         report_blocks=len(groups) == 1 and geometry.keeps_all,
         find_adapters=compat.find_adapters(vllm_config),
     )
-
-
-def _kept_tokens(group: GroupGeometry) -> int | None:
-    return None if group.kind is GroupKind.STATE else group.block_tokens
 
 
 def _options(vllm_config: VllmConfig) -> Options:

@@ -43,6 +43,10 @@ class GroupGeometry(msgspec.Struct, frozen=True):
             return max(0, position - 1)
         return max(0, position - self.window + 1)
 
+    def kept_blocks(self, chunk_tokens: int) -> int:
+        """Blocks of a chunk that are stored: of a state only the last."""
+        return 1 if self.kind is GroupKind.STATE else chunk_tokens // self.block_tokens
+
 
 class Geometry(msgspec.Struct, frozen=True):
     """The cut: every group's chunk covers the same ``chunk_tokens`` tokens."""
@@ -83,10 +87,7 @@ class Geometry(msgspec.Struct, frozen=True):
         return self.chunk_tokens // self.groups[group].block_tokens
 
     def kept_blocks(self, group: int) -> int:
-        """Blocks of a chunk that are stored: of a state only the last."""
-        if self.groups[group].kind is GroupKind.STATE:
-            return 1
-        return self.blocks_per_chunk(group)
+        return self.groups[group].kept_blocks(self.chunk_tokens)
 
 
 def plan_geometry(
@@ -114,9 +115,9 @@ def plan_geometry(
                 f"{scheduler_tokens} tokens"
             )
         return Geometry(chunk_tokens, hash_tokens, tuple(groups))
-    if any(group.kind is GroupKind.STATE for group in groups):
-        # A state can be resumed from wherever vLLM keeps one: at any block's end.
-        return Geometry(scheduler_tokens, hash_tokens, tuple(groups))
+    smallest = Geometry(scheduler_tokens, hash_tokens, tuple(groups))
+    if smallest.has_states:
+        return smallest  # wherever vLLM keeps a state, at any block's end, it can be resumed
     step = max(g.block_bytes * (scheduler_tokens // g.block_tokens) for g in groups)
     by_bytes = max(1, -(-TARGET_CHUNK_BYTES // max(1, step)))
     by_tokens = max(1, MAX_CHUNK_TOKENS // scheduler_tokens)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from vllm_tiered_kv.geometry import GroupGeometry, GroupKind
 from vllm_tiered_kv.worker.half import WorkerHalf
 
 
@@ -16,7 +17,7 @@ def test_adapters_once_found_stay_found_when_pages_are_registered_again() -> Non
         0,
         [("layer",)],
         8,
-        [16],
+        [GroupGeometry(GroupKind.FULL, 16, 0)],
         report_blocks=True,
         find_adapters=lambda: found.pop() if found else None,  # as after gc.freeze()
     )

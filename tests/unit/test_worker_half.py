@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_tiered_kv.geometry import GroupGeometry, GroupKind
 from vllm_tiered_kv.protocol import (
     BlockCopy,
     Direction,
@@ -39,9 +40,8 @@ class Rank:
             f"layer{i}": torch.randint(0, 255, (BLOCKS, 1, TOKENS, 8), dtype=torch.uint8)
             for i in range(LAYERS)
         }
-        self.half = WorkerHalf(
-            3, [tuple(self.pages)], BLOCKS, [TOKENS], report_blocks=report_blocks
-        )
+        groups = [GroupGeometry(GroupKind.FULL, TOKENS, 0)]
+        self.half = WorkerHalf(3, [tuple(self.pages)], BLOCKS, groups, report_blocks=report_blocks)
         self.half.register(self.pages)
         self.go = threading.Event()
         self.go.set()

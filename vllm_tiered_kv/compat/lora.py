@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-Registered = Callable[[], Mapping[int, object]]
-"""The adapters in a worker's memory now, by number; looking does not count as use."""
+    from vllm_tiered_kv.identity.adapter import Registered
 
 
 def lora_of(request: Request) -> tuple[int, str, str, bool] | None:

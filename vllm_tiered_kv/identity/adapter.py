@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from vllm_tiered_kv.identity.hashing import Cancelled
 
+Registered = Callable[[], Mapping[int, object]]
+"""The adapters in a worker's memory now, by number; looking does not count as use."""
 DIGEST_BYTES = 32
 _MAX_DEPTH = 8
 _LEFT_OUT = frozenset({"id"})

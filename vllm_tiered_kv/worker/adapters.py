@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
-from vllm_tiered_kv.identity.adapter import Opaque, adapter_digest
+from vllm_tiered_kv.identity.adapter import Opaque, Registered, adapter_digest
 from vllm_tiered_kv.identity.hashing import Cancelled
 from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.protocol import AdapterReport, AdapterState, AdapterUse
 
 logger = get_logger(__name__)
-
-Registered = Callable[[], Mapping[int, object]]
-"""The adapters this rank has in memory now, by number."""
 
 MAX_WATCHED = 4096
 IDLE_SECONDS = 5.0

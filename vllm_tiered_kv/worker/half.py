@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +23,8 @@ import torch
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.channel import WorkerEndpoint
-from vllm_tiered_kv.geometry import Geometry
+from vllm_tiered_kv.geometry import Geometry, GroupGeometry
+from vllm_tiered_kv.identity.adapter import Registered
 from vllm_tiered_kv.layout import LayoutError
 from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.protocol import (
@@ -38,7 +39,7 @@ from vllm_tiered_kv.protocol import (
     StoreJob,
     WorkerReport,
 )
-from vllm_tiered_kv.worker.adapters import AdapterWatch, Registered
+from vllm_tiered_kv.worker.adapters import AdapterWatch
 from vllm_tiered_kv.worker.copy import BlockCopies, Copier, CopyError, open_copier
 from vllm_tiered_kv.worker.copy.streaming import streaming_copy
 from vllm_tiered_kv.worker.cpus import NO_CPUS, copy_cpus
@@ -82,7 +83,7 @@ class WorkerHalf:
         rank: this worker's rank.
         group_layers: the layer names of each KV cache group, in the geometry's order.
         num_blocks: device blocks.
-        block_tokens: tokens a block, by group; None where a chunk keeps one block (a state).
+        groups: the geometry's groups; what a block has in bytes is this rank's own matter.
         report_blocks: whether a failed load may name its bad blocks (one full-attention
             group) or fails as a whole (several groups, or a sliding window).
         find_adapters: looks for this process's LoRA adapters once the model is there; None
@@ -94,7 +95,7 @@ class WorkerHalf:
         rank: int,
         group_layers: Sequence[Sequence[str]],
         num_blocks: int,
-        block_tokens: Sequence[int | None],
+        groups: Sequence[GroupGeometry],
         *,
         report_blocks: bool,
         find_adapters: Callable[[], Registered | None] | None = None,
@@ -102,7 +103,7 @@ class WorkerHalf:
         self._rank = rank
         self._find_adapters = find_adapters
         self.adapters = AdapterWatch(rank, None)
-        self._block_tokens = block_tokens
+        self._groups = groups
         self._report_blocks = report_blocks
         self._pages = DevicePages(group_layers, num_blocks)
         """Without any, every job is dropped."""
@@ -158,8 +159,7 @@ class WorkerHalf:
         Raises:
             CopyError: a copy does not end. vLLM must not take the pages from under it.
         """
-        for store in self._unstarted:
-            self._store_ended(JobResult(store.job, Direction.STORE, JobStatus.DROPPED))
+        self._drop(self._unstarted)
         self._unstarted = ()
         lanes, self._lanes = [*self._lanes.values(), *self._hung], {}
         deadline = time.monotonic() + UNREGISTER_TIMEOUT
@@ -258,11 +258,8 @@ class WorkerHalf:
             # all but the last stage of a pipeline with draft tokens. Their blocks still hold
             # what that step computed, unless they are fenced now.
             fenced = set(plan.fences)
-            late = [store for store in self._unstarted if store.job not in fenced]
-            dropped = [store for store in self._unstarted if store.job in fenced]
-            self._submit_stores(late)
-            for store in dropped:
-                self._store_ended(JobResult(store.job, Direction.STORE, JobStatus.DROPPED))
+            self._submit_stores([store for store in self._unstarted if store.job not in fenced])
+            self._drop([store for store in self._unstarted if store.job in fenced])
         self._unstarted = plan.stores
         if plan.fences and (lane := self._lanes.get(Direction.STORE)) is not None:
             lane.call_off(plan.fences, JobStatus.DROPPED)
@@ -288,17 +285,16 @@ class WorkerHalf:
             return
         lane = self._lanes.get(Direction.STORE)
         if lane is None or self._copier is None:
-            for store in stores:
-                self._store_ended(JobResult(store.job, Direction.STORE, JobStatus.DROPPED))
+            self._drop(stores)
             return
         after = self._copier.mark()
-        jobs = []
+        holds = self.adapters.holds
+        self._drop([store for store in stores if not holds(store.adapter)])
+        lane.submit([self._store_job(store, after) for store in stores if holds(store.adapter)])
+
+    def _drop(self, stores: Iterable[StoreJob]) -> None:
         for store in stores:
-            if self.adapters.holds(store.adapter):
-                jobs.append(self._store_job(store, after))
-            else:
-                self._store_ended(JobResult(store.job, Direction.STORE, JobStatus.DROPPED))
-        lane.submit(jobs)
+            self._store_ended(JobResult(store.job, Direction.STORE, JobStatus.DROPPED))
 
     def take_loads(self, *, idle: bool = False) -> LoadOutcome:
         """Loads that ended since the last call; each request once.
@@ -433,8 +429,8 @@ class WorkerHalf:
     def _slot_size(self, chunk_tokens: int) -> int:
         return Geometry.align_slot(
             max(
-                (chunk_tokens // tokens if tokens else 1) * group.block_bytes
-                for tokens, group in zip(self._block_tokens, self._pages.groups, strict=True)
+                group.kept_blocks(chunk_tokens) * pages.block_bytes
+                for group, pages in zip(self._groups, self._pages.groups, strict=True)
             )
         )
 
