@@ -46,8 +46,9 @@ to work.
 
 ## What we use
 
-"where present": vLLM has it from some version on. "namespace": without it the engine serves, but
-nothing of it can be told apart from other engines' data.
+"where present": vLLM has it from some version on. "adapters": without it requests with LoRA
+adapters are computed without the tier. "namespace": without it the engine serves, but nothing of it
+can be told apart from other engines' data.
 """
 
 

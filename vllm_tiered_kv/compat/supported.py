@@ -45,7 +45,8 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "sleep mode needs vLLM 0.33 or later: this one takes KV memory away while chunks are "
             "copied, and does not say so"
         )
-    drafts = any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
+    groups = kv_cache_config.kv_cache_groups
+    drafts = any(group.is_eagle_group for group in groups)
     if speculative is not None:
         drafts = drafts or speculative.use_eagle() or speculative.uses_draft_model()
     if drafts:
@@ -53,11 +54,9 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "speculative decoding with a draft model that has KV of its own (EAGLE, MTP) is not "
             "supported yet: its last block lags behind the tokens"
         )
-    groups = kv_cache_config.kv_cache_groups
-    if groups and all(has_state(group.kv_cache_spec) for group in groups):
-        raise UnsupportedModel("models of Mamba layers alone are not supported yet")
-    cacheable = kv_cache_config.prefix_cacheable_group_ids
-    if len(cacheable) != len(kv_cache_config.kv_cache_groups):
-        raise UnsupportedModel("some KV cache groups of this model cannot be cached by prefix")
-    if not kv_cache_config.kv_cache_groups:
+    if not groups:
         raise UnsupportedModel("this model has no KV cache")
+    if all(has_state(group.kv_cache_spec) for group in groups):
+        raise UnsupportedModel("models of Mamba layers alone are not supported yet")
+    if len(kv_cache_config.prefix_cacheable_group_ids) != len(groups):
+        raise UnsupportedModel("some KV cache groups of this model cannot be cached by prefix")

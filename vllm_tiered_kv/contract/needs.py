@@ -128,12 +128,13 @@ _SCHEDULING = [
     *_read(f"{_OUTPUT}:KVConnectorBlockState", "boundary_state_offloads"),
     *_read(
         "vllm.v1.outputs:KVConnectorOutput",
-        "finished_recving failed_recving kv_connector_worker_meta",
+        "finished_recving failed_recving invalid_block_ids kv_connector_worker_meta",
     ),
     _call("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids", use=Use.SCHEDULER),
     _call(f"{_POOL}.touch", "blocks", Use.SCHEDULER),
     _call(f"{_POOL}.unpin_blocks", "blocks on_reuse", Use.SCHEDULER),
-    *_read(_POOL, "blocks null_block", Use.SCHEDULER),
+    _call(f"{_POOL}.get_num_free_blocks", use=Use.SCHEDULER),
+    *_read(_POOL, "blocks null_block num_gpu_blocks", Use.SCHEDULER),
     *_read(f"{_UTILS}:KVCacheBlock", "block_id next_free_block"),
 ]
 
@@ -213,6 +214,11 @@ _KV_EVENTS = [
     *_read(_POOL, "cached_block_hash_to_block", Use.SCHEDULER),
 ]
 
+_ADAPTERS = [
+    _call("vllm.lora.model_manager:LoRAModelManager.list_adapters", use=Use.ADAPTERS),
+    *_read("vllm.lora.model_manager:LoRAModelManager", "lora_config", Use.ADAPTERS),
+]
+
 _NAMESPACE = [
     _call("vllm.utils.hashing:get_hash_fn_by_name", "hash_fn_name", Use.NAMESPACE),
     _call(f"{_UTILS}:resolve_none_hash_seed", "hash_fn", Use.NAMESPACE),
@@ -251,6 +257,7 @@ NEEDS: tuple[Need, ...] = (
     *_KV_CACHE,
     *_CONFIG,
     *_KV_EVENTS,
+    *_ADAPTERS,
     *_NAMESPACE,
 )
 

@@ -23,6 +23,7 @@ class Use(enum.Enum):
     ALWAYS = "always"  # the connector cannot work without it
     SCHEDULER = "scheduler half"  # as ALWAYS, in the process that has the scheduler
     NEWER = "where present"  # vLLM has it from some version on; where it is, it must fit
+    ADAPTERS = "adapters"  # without it requests with LoRA are only computed; looked at in releases
     NAMESPACE = "namespace"  # without it there is none; looked at in releases, not at start
 
 
