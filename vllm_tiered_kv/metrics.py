@@ -45,6 +45,7 @@ KINDS = (
     "foreign",
     "hung",
     "internal",
+    "kv_events",
     "load_dropped",
     "load_failed",
     "load_plan",
