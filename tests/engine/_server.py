@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -167,6 +168,12 @@ def tiered(extra_config: Mapping[str, Any]) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": dict(extra_config),
     }
+
+
+def leftovers() -> set[Path]:
+    """Files of ours that outlive an engine."""
+    folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
+    return {path for folder in folders for path in folder.glob("*tiered*kv*")}
 
 
 def prompt(seed: int | str, tokens: int) -> list[int]:

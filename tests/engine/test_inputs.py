@@ -53,6 +53,12 @@ class Adapter:
         request = {"lora_name": self.name}
         self.client._http.post("/v1/unload_lora_adapter", json=request).raise_for_status()
 
+    def exchange(self, seed: int) -> None:
+        """Load other weights from the same folder under the same name."""
+        self.unload()
+        self.write(seed)
+        self.load()
+
     def cold(self, tokens: list[int]) -> Completion:
         return cold(self.client, tokens, model=self.name)
 
@@ -118,9 +124,7 @@ def test_overwritten_and_loaded_again(adapter: Adapter) -> None:
     tokens = prompt(adapter.name, 600)
     was = adapter.cold(tokens)
     adapter.run(tokens)
-    adapter.unload()
-    adapter.write(seed=2)
-    adapter.load()
+    adapter.exchange(seed=2)
     want = adapter.cold(tokens)
     assert want.logprobs != was.logprobs
     new, found = adapter.run(tokens)
@@ -129,9 +133,7 @@ def test_overwritten_and_loaded_again(adapter: Adapter) -> None:
     again, found = adapter.run(tokens)
     assert found == 512
     assert_same_output(want, again)
-    adapter.unload()
-    adapter.write(seed=1)  # the first weights are back, and so is their KV
-    adapter.load()
+    adapter.exchange(seed=1)  # the first weights are back, and so is their KV
     back, found = adapter.run(tokens)
     assert found == 512
     assert_same_output(was, back)
@@ -142,9 +144,7 @@ def test_overwritten_while_the_device_still_holds_the_old(adapter: Adapter) -> N
     tokens = prompt(adapter.name, 600)
     longer = [*tokens, *prompt("more", 300)]
     adapter.run(tokens)
-    adapter.unload()
-    adapter.write(seed=2)
-    adapter.load()
+    adapter.exchange(seed=2)
     want = adapter.cold(longer)
     adapter.client.complete(longer, model=adapter.name)  # on the old weights' blocks
     new, found = adapter.run(longer)

@@ -4,23 +4,16 @@
 from __future__ import annotations
 
 import re
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine._server import Pool, flushed, prompt, tiered
+from tests.engine._server import Pool, flushed, leftovers, prompt, tiered
 from tools.serving import RequestFailed, ServerFailed
 
 CPU = {"cpu": {"capacity": "256MiB"}}
-
-
-def leftovers() -> set[Path]:
-    """Files of ours that outlive an engine."""
-    folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
-    return {path for folder in folders for path in folder.glob("*tiered*kv*")}
 
 
 def test_the_start_up_line_and_a_stop_with_work_under_way(servers: Pool) -> None:

@@ -67,7 +67,7 @@ CONFIG = {
 
 @functools.cache
 def model_folder() -> str:
-    folder = Path(tempfile.mkdtemp(prefix="tiered-kv-sim-"))
+    folder = Path(tempfile.mkdtemp(prefix="simulated-model-"))
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return str(folder)
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import random
 import re
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tests.engine._server import Pool, Running, tiered
+from tests.conftest import ROOT
+from tests.engine._server import Pool, Running, leftovers, tiered
 from tests.soak._faults import VARIABLE
 from tests.soak._footprint import Footprint, footprint
 from tests.soak._load import Load, wait_idle
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = ("llama-tiny", "llama-tiny", "gemma3-tiny")
 FAULT_RATE = 0.02
 MEMORY_GROWTH_MIB = 64.0
@@ -186,10 +185,3 @@ def _pins(running: Running) -> list[str]:
     client.complete([9, 8, 9], max_tokens=1)
     usage = client.metrics().value("vllm:tiered_kv_usage_bytes", tier="cpu")
     return [f"{usage:.0f} bytes of the tier are still in use after a reset"] if usage else []
-
-
-def leftovers() -> set[Path]:
-    """Files of ours that outlive a server."""
-    folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
-    found = {path for folder in folders for path in folder.glob("*tiered*kv*")}
-    return {path for path in found if not path.name.startswith("tiered-kv-sim")}  # other tests'

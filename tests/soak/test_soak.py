@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.engine._server import Models, Pool
 from tests.soak._pieces import Record, soak
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture(scope="module")

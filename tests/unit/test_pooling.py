@@ -14,9 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from vllm_tiered_kv import compat
 
-ENCODER = {
-    "architectures": ["BertModel"],
-    "model_type": "bert",
+SIZES = {
     "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -24,16 +22,8 @@ ENCODER = {
     "max_position_embeddings": 512,
     "vocab_size": 1024,
 }
-DECODER = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 512,
-    "vocab_size": 1024,
-}
+ENCODER = {"architectures": ["BertModel"], "model_type": "bert", **SIZES}
+DECODER = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
 
 
 def configured(folder: Path, model: dict[str, Any], **options: Any) -> Any:
