@@ -300,7 +300,7 @@ def test_who_uses_the_connector_with_a_changed_vllm_is_told_in_one_line() -> Non
         "gone": start + "RSWASpec is missing",
         "another": "ExampleConnector",
     }
-    assert "not available" not in done.stdout + done.stderr
+    assert "is not available with this vLLM" not in done.stdout + done.stderr
 
 
 def small_wheel(folder: Path, code: str) -> Path:
