@@ -318,3 +318,59 @@ def test_a_window_that_moves_on_costs_a_chunk_no_more_than_its_own_part(sim: Mak
     assert any(node.slots[1] == ABSENT for node in nodes)
     assert not any(node.coming or node.pins for node in nodes)
     engine.check_quiet()
+
+
+@pytest.mark.parametrize("windows", [(64,), (40, 64)])
+def test_a_window_alone_needs_no_chunk_that_it_has_left_behind(
+    sim: Make, depth: int, windows: tuple[int, ...]
+) -> None:
+    engine = sim(windows=windows, depth=depth, num_blocks=40, max_num_batched_tokens=48)
+    engine.gate.hold("store")
+    cold = engine.complete("cold", prompt(40 * BLOCK), 5)
+    engine.gate.release("store")
+    engine.settle()
+    request = engine.requests["cold"]
+    nodes = [engine.half.core.index.get(key) for key in request.block_hashes[:40]]
+    assert all(nodes)
+    assert any(node.is_empty for node in nodes)
+    dropped = engine.counter("chunks", "dropped", "cpu")
+    assert dropped == sum(node.is_empty for node in nodes)
+    assert engine.counter("chunks", "stored", "cpu") == 40 - dropped
+    engine.flush_device()
+    warm = engine.complete("warm", prompt(40 * BLOCK), 5)
+    assert warm.cpu == 39 * BLOCK
+    assert warm.output == cold.output
+    engine.check_quiet()
+
+
+@pytest.mark.parametrize("windows", [(64,), (0, 64)])
+def test_a_part_that_was_lost_is_stored_when_it_is_computed_again(
+    sim: Make, depth: int, windows: tuple[int, ...]
+) -> None:
+    engine = sim(windows=windows, depth=depth, num_blocks=80)
+    engine.gate.fail.add("store")
+    engine.complete("lost", prompt(160), 1)
+    engine.settle()
+    engine.gate.fail.clear()
+    engine.flush_device()
+    assert engine.complete("again", prompt(160), 1).cpu == 0
+    engine.settle()
+    assert engine.counter("chunks", "stored", "cpu") == 10
+    engine.flush_device()
+    assert engine.complete("warm", prompt(160), 1).cpu >= 144
+    engine.check_quiet()
+
+
+def test_chunks_of_more_than_a_window_are_walked_past(sim: Make, depth: int) -> None:
+    """While an answer is said, a block leaves the window before its chunk is complete."""
+    engine = sim(windows=(20,), chunk_blocks=3, depth=depth)
+    engine.complete("cold", prompt(30), 100)
+    engine.settle()
+    history = engine.tokens["cold"]
+    assert len(engine.half.core.index) == len(history) // (3 * BLOCK)
+    engine.flush_device()
+    engine.complete("longer", history + prompt(100, seed=3), 1)
+    engine.settle()
+    engine.flush_device()
+    assert engine.complete("warm", history + prompt(100, seed=3), 1).cpu >= 192
+    engine.check_quiet()

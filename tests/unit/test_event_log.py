@@ -69,7 +69,7 @@ class LogMachine(RuleBasedStateMachine):
     @rule(
         target=stores,
         path=st.lists(st.sampled_from("abc"), min_size=1, max_size=4),
-        groups=st.sampled_from([(0,), (0, 1)]),
+        groups=st.sampled_from([(0,), (0, 1), ()]),
     )
     def begin_store(self, path: list[str], groups: tuple[int, ...]):
         parent, begun = None, []
@@ -83,7 +83,8 @@ class LogMachine(RuleBasedStateMachine):
                 node = self.index.reserve(key, parent, groups)
                 if node is None:
                     break
-                self.log.planned(key, facts(key))
+                if groups:
+                    self.log.planned(key, facts(key))
                 begun.append(node)
             parent = node
         return begun
@@ -155,6 +156,7 @@ class LogMachine(RuleBasedStateMachine):
 
     def read(self) -> bool:
         piece = self.log.take()
+        assert all(chunk.groups for chunk in piece.stored)
         self.exact.apply(piece)
         self.forgetful.apply(piece)
         return bool(piece.removed or piece.stored)
@@ -164,7 +166,7 @@ class LogMachine(RuleBasedStateMachine):
         log = self.log
         assert len(log._waiting) <= self.waiting
         assert len(log._told) + len(log._leaving) <= 2 * (SLOTS + 2 * self.waiting)
-        assert len(log._planned) <= SLOTS
+        assert len(log._planned) <= 2 * SLOTS
 
 
 class TightLogMachine(LogMachine):

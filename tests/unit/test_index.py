@@ -185,8 +185,12 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = ChunkIndex(6, 2)
         self.held: list = []
 
-    @rule(target=stores, path=st.lists(st.sampled_from("ab"), min_size=1, max_size=4))
-    def begin_store(self, path: list[str]):
+    @rule(
+        target=stores,
+        path=st.lists(st.sampled_from("ab"), min_size=1, max_size=4),
+        groups=st.sampled_from([[0], [0], []]),
+    )
+    def begin_store(self, path: list[str], groups: list[int]):
         parent, begun = None, []
         for i in range(len(path)):
             key = "".join(path[: i + 1]).encode()
@@ -196,7 +200,7 @@ class IndexMachine(RuleBasedStateMachine):
             else:
                 if parent is not None and parent.state is NodeState.GONE:
                     break
-                node = self.index.reserve(key, parent, [0])
+                node = self.index.reserve(key, parent, groups)
                 if node is None:
                     break
                 self.held.append(node)
@@ -267,6 +271,10 @@ class IndexMachine(RuleBasedStateMachine):
         assert len(slots) == len(set(slots)) == self.index.used_slots <= 6
 
     @invariant()
+    def empty_chunks_are_bounded(self) -> None:
+        assert len(self.index) <= 12
+
+    @invariant()
     def only_unpinned_leaves_can_be_evicted(self) -> None:
         parents = {id(n.parent) for n in self.index._nodes.values() if n.parent is not None}
         for node in self.index._nodes.values():
@@ -280,6 +288,22 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_chunks_without_a_part_are_bounded_and_not_counted() -> None:
+    index = ChunkIndex(2, 1)
+    store(index, b"kept")
+    parent = None
+    for i in range(9):
+        node = index.reserve(str(i).encode(), parent, [])
+        if node is None:
+            break
+        index.commit(node)
+        index.unpin(node)
+        parent = node
+    assert keys_of(index) == {b"0", b"1", b"2", b"3"}  # the last has no room but its prefix's
+    assert index.used_slots == 0
+    assert index.evicted == 1
 
 
 @pytest.mark.parametrize("count", [1, 7])

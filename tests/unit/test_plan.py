@@ -123,6 +123,10 @@ def test_a_window_group_stores_what_it_still_holds() -> None:
     assert blocks_of_chunk(cut, 2, table, 0) is None
 
 
+def test_windows_alone_may_have_left_a_chunk_behind_altogether() -> None:
+    assert blocks_of_chunk(geometry(window(32)), 0, [[0, 21, 22, 23]], 0) == {}
+
+
 @given(
     st.lists(st.booleans(), max_size=12),
     st.integers(0, 3),

@@ -143,9 +143,9 @@ class TierLog:
 
     def is_known(self, node: Node) -> bool:
         """Whether nothing is to be said of a chunk that is in use."""
-        if node.state is not NodeState.READY:
-            return True
         groups = _groups(node)
+        if node.state is not NodeState.READY or not groups:
+            return True
         if (waiting := self._waiting.get(node.key)) is not None:
             return waiting.groups == groups
         told = self._told.get(node.key)

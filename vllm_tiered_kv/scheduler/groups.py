@@ -26,7 +26,7 @@ def usable_chunks(geometry: Geometry, run: Sequence[Node], first: int, start: in
         How many nodes of ``run``, from its head, can be loaded together.
     """
     if len(geometry.groups) == 1 and geometry.groups[0].kind is GroupKind.FULL:
-        return len(run)  # every node of a one-group index has its part
+        return len(run)  # a chunk without its full-attention parts is not in the index
     tokens = geometry.chunk_tokens
     gaps = dict.fromkeys(geometry.group_ids, -1)  # last node of the run without the part
     best = 0

@@ -45,6 +45,11 @@ class Node:
         self.state = NodeState.STORING
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it has no part: the chunks after it can be found through it, and no more."""
+        return all(slot == ABSENT for slot in self.slots)
+
+    @property
     def is_arriving(self) -> bool:
         """Whether it, or a part of it, is being written and can be offered then."""
         return self.state is NodeState.STORING or (
@@ -78,6 +83,7 @@ class ChunkIndex:
         self, num_slots: int, num_groups: int, listener: IndexListener | None = None
     ) -> None:
         self._slots = SlotAllocator(num_slots)
+        self._max_nodes = 2 * num_slots  # those that are empty hold no slot
         self._num_groups = num_groups
         self._listener = listener
         self._nodes: dict[bytes, Node] = {}
@@ -134,7 +140,7 @@ class ChunkIndex:
         Args:
             key: the chunk's key, absent from the index.
             parent: the node of the chunk before, None for the first chunk of a prefix.
-            groups: the groups whose part will be stored.
+            groups: the groups whose part will be stored; none where all have lost it.
             later: those of them that are written apart from the rest, and whose end
                 :meth:`extended` is told; the node is pinned once more for them.
 
@@ -254,7 +260,8 @@ class ChunkIndex:
         if keep is not None:
             self._hold(keep)
         taken: list[int] = []
-        while len(taken) < count:
+        room = len(self._nodes) < self._max_nodes or self._evict_one()
+        while room and len(taken) < count:
             slot = self._slots.take()
             if slot is not None:
                 taken.append(slot)
@@ -262,7 +269,7 @@ class ChunkIndex:
                 break
         if keep is not None:
             self._release(keep)
-        if len(taken) == count:
+        if room and len(taken) == count:
             return taken
         for slot in taken:
             self._slots.give_back(slot)
@@ -294,8 +301,8 @@ class ChunkIndex:
             # As old as the child it lost, unless it was used without it since then.
             if parent.last_used <= node.last_used:
                 self._leaves.move_to_end(parent, last=False)
+        self.evicted += not node.is_empty
         self._free_slots(node)
-        self.evicted += 1
         return True
 
     def _leave_parent(self, node: Node) -> Node | None:

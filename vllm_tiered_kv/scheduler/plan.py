@@ -147,7 +147,8 @@ def blocks_of_chunk(
         states: by group the block that holds the state at the chunk's end.
 
     Returns:
-        None if a full-attention group does not hold the chunk.
+        None if a full-attention group does not hold the chunk; empty if no group does and none
+        must.
     """
     parts: dict[int, tuple[int, ...]] = {}
     for group, spec in enumerate(geometry.groups):
@@ -161,4 +162,4 @@ def blocks_of_chunk(
             parts[group] = blocks
         elif spec.kind is GroupKind.FULL:
             return None
-    return parts or None
+    return parts

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import compat
-from vllm_tiered_kv.geometry import GroupKind
+from vllm_tiered_kv.geometry import Geometry, GroupKind
 from vllm_tiered_kv.protocol import AdapterUse, BlockCopy, JobStatus, StoreJob
 from vllm_tiered_kv.scheduler.core import Core
 from vllm_tiered_kv.scheduler.index import ABSENT, Node, NodeState
@@ -89,14 +89,16 @@ class StorePlanner:
             core.count_copy("store", store.nbytes, store.seconds)
         elif failed:
             core.fail("store", "storing a chunk failed; it is not kept")
+        is_first = not store.extends or node.is_empty
+        if is_first:
+            kept = done and node.state is not NodeState.GONE
+            core.count_chunks("stored" if kept else "failed" if failed else "dropped")
         if store.extends:
             core.index.extended(node, store.extends, arrived=done)
             return
         if done:
-            core.count_chunks("stored" if node.state is NodeState.STORING else "dropped")
             core.index.commit(node)
         else:
-            core.count_chunks("failed" if failed else "dropped")
             core.index.discard(node)
         core.index.unpin(node)
 
@@ -143,7 +145,10 @@ class StorePlanner:
                 found.append(node)
                 if core.events is not None:
                     core.events.used(node, state.request, chunk)
-                extends = chunk in states and self._extend(node, states[chunk], content.use)
+                ends = states.get(chunk, NO_BLOCKS)
+                lacks = _lacks(core.geometry, node, ends)
+                tables = tables or (block_ids() if lacks else ())
+                extends = lacks and self._extend(node, lacks, chunk, tables, ends, content.use)
                 if extends and core.events is not None:
                     core.events.storing(node, state.request, chunk)
             else:
@@ -154,7 +159,7 @@ class StorePlanner:
                 node = self._start(key, state.tail, chunk, tables, ends, content.use)
                 if node is None:
                     break
-                if core.events is not None:
+                if core.events is not None and node.is_arriving:
                     core.events.storing(node, state.request, chunk)
             state.tail = node
             state.next_chunk = chunk + 1
@@ -178,29 +183,38 @@ class StorePlanner:
         if parts is None:
             return None
         # What leaves a window may be handed out in the next step. That must not cost the chunk
-        # the parts that are needed of every prefix, so these are a job of their own.
+        # the parts that are needed of every prefix, so these are a job of their own; nor, where
+        # there are none, the chunks after it, which may be all that a window needs.
         groups = core.geometry.groups
-        lasting = {g: part for g, part in parts.items() if groups[g].kind is GroupKind.FULL}
-        now = lasting or parts
+        now = {g: part for g, part in parts.items() if groups[g].kind is GroupKind.FULL}
         later = {g: part for g, part in parts.items() if g not in now}
         node = core.index.reserve(key, parent, list(parts), list(later))
         if node is None:
             return None
-        self._send(self._pool, node, now, node.slots, adapter)
+        if now:
+            self._send(self._pool, node, now, node.slots, adapter)
         if later:
             self._send(self._pool, node, later, node.coming, adapter, extends=tuple(later))
+        if not now:
+            core.index.commit(node)
+            core.index.unpin(node)
         return node
 
-    def _extend(self, node: Node, states: Mapping[int, int], adapter: AdapterUse | None) -> bool:
-        """Add to a stored chunk the states at its end, which who stored it did not have."""
+    def _extend(
+        self,
+        node: Node,
+        groups: Sequence[int],
+        chunk: int,
+        tables: BlockTables,
+        states: Mapping[int, int],
+        adapter: AdapterUse | None,
+    ) -> bool:
+        """Add to a chunk those parts of ``groups`` that are here now."""
         core = self._core
-        if self._pool is None or len(core.ledger.stores) >= MAX_STORES:
+        if not tables or self._pool is None or len(core.ledger.stores) >= MAX_STORES:
             return False
-        missing = {
-            group: (block,)
-            for group, block in states.items()
-            if node.slots[group] == ABSENT and group not in node.coming
-        }
+        parts = blocks_of_chunk(core.geometry, chunk, tables, core.null_block, states) or {}
+        missing = {group: part for group, part in parts.items() if group in groups}
         if not missing or not core.index.extend(node, list(missing)):
             return False
         self._send(self._pool, node, missing, node.coming, adapter, extends=tuple(missing))
@@ -232,3 +246,16 @@ class StorePlanner:
                 compat.watch_blocks(self._pool, (block.block_id,), self._on_reuse)
             return
         self.fences.extend(ledger.void_readers(block.block_id))
+
+
+def _lacks(geometry: Geometry, node: Node, states: Mapping[int, int]) -> list[int]:
+    """Groups whose part a chunk has not and might be given."""
+    if ABSENT not in node.slots:
+        return []
+    return [
+        group
+        for group, slot in enumerate(node.slots)
+        if slot == ABSENT
+        and group not in node.coming
+        and (group in states or geometry.groups[group].kind is GroupKind.WINDOW)
+    ]
