@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,16 @@ class ReportMetadata(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
         return ReportMetadata(self.reports + other.reports)
 
 
+@contextlib.contextmanager
+def _refusals_said() -> Iterator[None]:
+    """vLLM prints a traceback for every process; the line that says what is wrong stands out."""
+    try:
+        yield
+    except (ConfigError, compat.UnsupportedModel) as error:
+        logger.error("tiered-kv cannot start: %s", error)
+        raise
+
+
 class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]
     """Saves KV blocks to a CPU tier and loads them back when a prompt prefix returns."""
 
@@ -64,12 +75,8 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._bad_blocks: set[int] = set()
-        try:
+        with _refusals_said():
             self._build(vllm_config, role, kv_cache_config)
-        except (ConfigError, compat.UnsupportedModel) as error:
-            # vLLM prints a traceback for every process; this line says what is wrong.
-            logger.error("tiered-kv cannot start: %s", error)
-            raise
 
     def _build(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -88,7 +95,8 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
     # -- scheduler half ----------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._scheduler.bind_block_pool(gpu_block_pool)
+        with _refusals_said():
+            self._scheduler.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)

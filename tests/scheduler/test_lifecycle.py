@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.scheduler.sim import BLOCK, Runner, Sim, prompt
+from vllm_tiered_kv import compat
 
 Make = Callable[..., Sim]
 
@@ -385,3 +386,16 @@ def test_many_requests_in_random_order_leak_nothing(sim: Make, depth: int) -> No
             engine.half.reset()
     engine.run()
     engine.check_quiet()
+
+
+@pytest.mark.parametrize("place", ["first", "second"])
+def test_two_of_us_in_one_engine_are_refused(sim: Make, place: str) -> None:
+    """vLLM's block pool keeps one watcher a block: one of the two would never hear of its reuse."""
+    other = {
+        "kv_connector": "TieredKVConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu": {"capacity": "1MiB"}},
+    }
+    with pytest.raises(compat.UnsupportedModel, match="two TieredKVConnectors"):
+        sim(beside={place: other})
+    sim()  # another engine is none of its business

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import AttentionConfig, SpeculativeConfig
+from vllm.config.attention import HiSparseConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -49,7 +51,13 @@ def engine(**options: Any) -> Any:
     model = SimpleNamespace(
         runner_type="generate", is_prefix_caching_supported=True, enable_sleep_mode=False
     )
-    return SimpleNamespace(model_config=model, speculative_config=None, **options)
+    given = {
+        "model_config": model,
+        "speculative_config": None,
+        "attention_config": AttentionConfig(),
+        **options,
+    }
+    return SimpleNamespace(**given)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +128,20 @@ def test_draft_models_with_kv_of_their_own_are_refused(method: str) -> None:
     answers = {"use_eagle": False, "uses_draft_model": False, method: True}
     asked = engine()
     asked.speculative_config = SimpleNamespace(
-        **{name: lambda value=value: value for name, value in answers.items()}
+        method="any", **{name: lambda value=value: value for name, value in answers.items()}
     )
     with pytest.raises(compat.UnsupportedModel, match="EAGLE, MTP"):
+        compat.check_supported(asked, config(FULL))
+
+
+def test_hidden_states_in_the_cache_are_refused() -> None:
+    asked = engine(speculative_config=object.__new__(SpeculativeConfig))
+    asked.speculative_config.method = "extract_hidden_states"
+    with pytest.raises(compat.UnsupportedModel, match="extract_hidden_states"):
+        compat.check_supported(asked, config(FULL))
+
+
+def test_another_that_watches_blocks_is_refused() -> None:
+    asked = engine(attention_config=AttentionConfig(hisparse_config=HiSparseConfig()))
+    with pytest.raises(compat.UnsupportedModel, match="HiSparse"):
         compat.check_supported(asked, config(FULL))

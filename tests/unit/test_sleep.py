@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.config import AttentionConfig
 
 from tests.unit import _fake_cuda
 from tests.unit.test_worker_half import BLOCKS, LAYERS, TOKENS, Rank
@@ -250,6 +251,7 @@ def test_the_connector_hands_on(rank: Rank) -> None:
 def config_with_sleep() -> Any:
     return SimpleNamespace(
         speculative_config=None,
+        attention_config=AttentionConfig(),
         model_config=SimpleNamespace(
             runner_type="generate", is_prefix_caching_supported=True, enable_sleep_mode=True
         ),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.compat.accepted import VERDICT
 from vllm_tiered_kv.compat.blocks import (
+    claim,
     device_cache,
     handed_over_states,
     is_free,
@@ -106,6 +107,7 @@ __all__ = [
     "bytes_per_block",
     "cache_layout",
     "check_supported",
+    "claim",
     "context_parallel_size",
     "describe_group",
     "device_cache",

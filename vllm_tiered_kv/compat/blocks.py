@@ -3,13 +3,33 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from vllm_tiered_kv.compat.unsupported import UnsupportedModel
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
+
+
+_watched: weakref.WeakSet[BlockPool] = weakref.WeakSet()
+
+
+def claim(pool: BlockPool) -> None:
+    """Become the only one who may watch a pool's blocks: it keeps one watcher a block.
+
+    Raises:
+        UnsupportedModel: another one of us has claimed it.
+    """
+    if pool in _watched:
+        raise UnsupportedModel(
+            "two TieredKVConnectors in one engine: vLLM tells only one of them when a block that "
+            "is being copied is handed out again. Give one of them all of the capacity"
+        )
+    _watched.add(pool)
 
 
 def null_block_id(pool: BlockPool) -> int:

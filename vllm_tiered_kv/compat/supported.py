@@ -45,6 +45,16 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "sleep mode needs vLLM 0.33 or later: this one takes KV memory away while chunks are "
             "copied, and does not say so"
         )
+    if vllm_config.attention_config.hisparse_config is not None:
+        raise UnsupportedModel(
+            "HiSparse is not supported: it has several block pools, and vLLM tells either it or "
+            "this connector when a block that is being read is handed out again"
+        )
+    if speculative is not None and speculative.method == "extract_hidden_states":
+        raise UnsupportedModel(
+            "extract_hidden_states is not supported yet: hidden states lie in a KV cache group of "
+            "their own, which the drafter writes after the forward pass"
+        )
     groups = kv_cache_config.kv_cache_groups
     drafts = any(group.is_eagle_group for group in groups)
     if speculative is not None:

@@ -162,7 +162,8 @@ _KV_CACHE = [
 _CONFIG = [
     *_read(
         "vllm.config:VllmConfig",
-        "parallel_config cache_config model_config speculative_config kv_transfer_config",
+        "parallel_config cache_config model_config speculative_config kv_transfer_config "
+        "attention_config",
     ),
     *_read(
         "vllm.config:ParallelConfig",
@@ -174,6 +175,8 @@ _CONFIG = [
         "runner_type attn_type is_prefix_caching_supported enable_sleep_mode",
     ),
     _call("vllm.config:ModelConfig.get_total_num_hidden_layers"),
+    *_read("vllm.config:AttentionConfig", "hisparse_config"),
+    *_read("vllm.config:SpeculativeConfig", "method"),
     _call("vllm.config:SpeculativeConfig.use_eagle"),
     _call("vllm.config:SpeculativeConfig.uses_draft_model"),
     *_read("vllm.config:KVTransferConfig", "kv_connector_extra_config kv_load_failure_policy"),

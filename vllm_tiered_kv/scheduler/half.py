@@ -75,6 +75,13 @@ class SchedulerHalf:
     # -- start and end ----------------------------------------------------------
 
     def bind_block_pool(self, pool: BlockPool) -> None:
+        """Take the engine's block pool.
+
+        Raises:
+            UnsupportedModel: another one of us has it.
+        """
+        if pool is not self._pool:
+            compat.claim(pool)
         self.core.null_block = compat.null_block_id(pool)
         self.stores.bind(pool)
         self._pool = pool
