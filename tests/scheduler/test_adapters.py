@@ -252,3 +252,40 @@ def test_a_digest_that_takes_too_long_is_not_waited_for(
     stored_with(engine, 2, weights=7)
     assert engine.complete("known now", prompt(100), 1, lora=lora(2)).cpu == 96
     engine.check_quiet()
+
+
+def test_a_reset_of_the_device_alone_ends_the_mistrust(sim: Make, depth: int) -> None:
+    """vLLM tells a connector nothing of it; that it was empty is seen in the next look-up."""
+    engine = sim(depth=depth, extra={"trust_after_reset": True})
+    stored_with(engine, 1, weights=7)
+    stored_with(engine, 2, weights=8)
+    engine.complete("mixed", prompt(40, seed=6), 1, lora=lora(2))
+    engine.complete("mixed too", prompt(40, seed=6), 1, lora=lora(1), stale=8)
+    engine.settle()
+    assert engine.counter("failures", "adapter") == 1
+    engine.flush_device()
+    engine.complete("cold", prompt(40, seed=7), 1, lora=lora(2))
+    engine.settle()
+    longer = prompt(40, seed=7) + prompt(60, seed=5)
+    assert engine.complete("grown", longer, 1, lora=lora(2)).device == 32
+    engine.settle()
+    engine.flush_device()
+    assert engine.complete("warm", longer, 1, lora=lora(2)).cpu == 96
+    assert engine.counter("failures", "adapter") == 1
+    engine.check_quiet()
+
+
+def test_a_device_that_could_not_be_reset_keeps_the_mistrust(sim: Make, depth: int) -> None:
+    engine = sim(depth=depth)
+    stored_with(engine, 1, weights=7)
+    engine.complete("seven", prompt(100), 1, lora=lora(1))
+    engine.load_adapter(2, weights=8)
+    engine.complete("eight", prompt(40, seed=6), 1, lora=lora(2))
+    engine.add("holding", prompt(40, seed=8), 200)
+    engine.step()
+    assert not engine.scheduler.reset_prefix_cache()
+    engine.add("stale", prompt(100) + prompt(60, seed=5), 1, lora=lora(2), stale=7)
+    engine.run()
+    engine.settle()
+    assert engine.counter("failures", "adapter") == 1
+    engine.check_quiet()

@@ -107,6 +107,7 @@ class SchedulerHalf:
         """
         try:
             self._drain_once()
+            self._notice_device_reset()  # before anything is computed that follows it
             state = self._state(request)
             if self._gives_way(state):
                 return None, False
@@ -239,8 +240,7 @@ class SchedulerHalf:
     def _start_over(self) -> None:
         self.core.epoch += 1
         self.core.index.clear()
-        if self.stores.device_is_empty():
-            self.core.adapters.device_emptied()
+        self._notice_device_reset()
         self.stores.reset()
         self.loads.reset()
 
@@ -301,12 +301,16 @@ class SchedulerHalf:
 
     def _notice_device_reset(self) -> None:
         """vLLM tells a connector nothing of a reset of the device's cache alone."""
-        if self.core.events is None or self._pool is None:
+        if self._pool is None:
             return
         cache = compat.device_cache(self._pool)
-        if cache is not self._device_cache:
-            self._device_cache = cache
+        if cache is self._device_cache:
+            return
+        self._device_cache = cache
+        if self.core.events is not None:
             self.core.events.log.device_cleared()
+        if compat.is_unused(self._pool):
+            self.core.adapters.device_emptied()
 
     def _apply(self, report: WorkerReport) -> None:
         core = self.core

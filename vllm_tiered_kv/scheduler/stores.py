@@ -102,10 +102,6 @@ class StorePlanner:
             core.index.discard(node)
         core.index.unpin(node)
 
-    def device_is_empty(self) -> bool:
-        """Whether no request holds a block and the device's cache has just been reset."""
-        return self._pool is not None and compat.is_unused(self._pool)
-
     def reset(self) -> None:
         """What is under way is of no use any more."""
         self.fences.extend(self._core.ledger.stores)
