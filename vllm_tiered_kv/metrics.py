@@ -40,6 +40,7 @@ EVENTS = ("stored", "loaded", "evicted", "dropped", "failed")
 RESULTS = ("hit", "miss", "wait", "skipped")
 KINDS = (
     "adapter",
+    "adapter_limit",
     "copy_load",
     "copy_store",
     "foreign",

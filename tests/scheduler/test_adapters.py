@@ -289,3 +289,50 @@ def test_a_device_that_could_not_be_reset_keeps_the_mistrust(sim: Make, depth: i
     engine.settle()
     assert engine.counter("failures", "adapter") == 1
     engine.check_quiet()
+
+
+def test_many_adapters_one_after_the_other_are_all_kept(
+    sim: Make, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_tiered_kv.scheduler.adapters.MAX_ADAPTERS", 2)
+    monkeypatch.setattr("vllm_tiered_kv.worker.adapters.MAX_WATCHED", 2)
+    engine = sim(depth=depth)
+    for number in range(1, 6):
+        path = f"/adapters/{number}"
+        engine.load_adapter(number, weights=number)
+        engine.complete(f"cold {number}", prompt(100), 1, lora=lora(number, path))
+        engine.settle()
+        engine.flush_device()
+        warm = engine.complete(f"warm {number}", prompt(100), 1, lora=lora(number, path))
+        assert warm.cpu == 96
+        del engine.adapters[number]
+        engine.complete(f"between {number}", prompt(40, seed=3), 1)
+    assert engine.counter("failures", "adapter_limit") == 0
+    engine.check_quiet()
+
+
+def test_a_forgotten_adapter_that_is_back_with_other_weights(
+    sim: Make, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device still holds what its name and path stood for before."""
+    monkeypatch.setattr("vllm_tiered_kv.scheduler.adapters.MAX_ADAPTERS", 2)
+    engine = sim(depth=depth)
+    engine.load_adapter(1, weights=7)
+    engine.complete("old", prompt(100), 1, lora=lora(1))
+    engine.settle()
+    del engine.adapters[1]
+    for number in (2, 3):
+        engine.load_adapter(number, weights=number)
+        engine.complete(f"o{number}", prompt(40, seed=3), 1, lora=lora(number, f"/{number}"))
+        engine.settle()
+    assert 1 not in engine.half.core.adapters._adapters
+    del engine.adapters[2]
+    engine.complete("between", prompt(40, seed=4), 1)
+    engine.settle()
+    kept = len(engine.half.core.index)
+    engine.load_adapter(1, weights=8)
+    engine.complete("stale", prompt(100) + prompt(60, seed=5), 1, lora=lora(1), stale=7)
+    engine.settle()
+    assert len(engine.half.core.index) == kept
+    assert engine.counter("failures", "adapter") == 1
+    engine.check_quiet()

@@ -146,13 +146,136 @@ def test_reports_that_make_no_sense_are_passed_over() -> None:
     assert table.look(ONE, 0) is Verdict.ASK_AGAIN
 
 
-def test_too_many_adapters_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_tiered_kv.scheduler.adapters.MAX_ADAPTERS", 1)
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two adapters are followed at once."""
+    monkeypatch.setattr("vllm_tiered_kv.scheduler.adapters.MAX_ADAPTERS", 2)
+
+
+def numbered(number: int, name: str = "", *, in_place: bool = False) -> LoraName:
+    return LoraName(number, name or f"name {number}", f"/adapters/{number}", in_place)
+
+
+def of(number: int, generation: int, state: AdapterState, digest: bytes = b"") -> AdapterReport:
+    return AdapterReport(number, generation, state, digest)
+
+
+def follow(table: AdapterTable, lora: LoraName, generation: int, digest: bytes) -> None:
+    """An adapter is asked for, loaded and digested."""
+    table.look(lora, 0)
+    table.watch.clear()  # the plan goes out
+    table.report(0, of(lora.adapter, generation, AdapterState.DIGESTING))
+    table.report(0, of(lora.adapter, generation, AdapterState.KNOWN, digest * 32))
+    assert isinstance(table.look(lora, 0), Content)
+
+
+def leave(table: AdapterTable, number: int, generation: int) -> None:
+    table.report(0, of(number, generation, AdapterState.ABSENT))
+
+
+@pytest.mark.usefixtures("narrow")
+def test_adapters_that_are_loaded_are_not_forgotten_for_others() -> None:
     table = AdapterTable(1)
+    follow(table, numbered(1), 1, b"a")
+    follow(table, numbered(2), 1, b"b")
+    assert table.look(numbered(3), 0) is Verdict.NO_ROOM
+    assert not table.watch
+    assert isinstance(table.look(numbered(1), 16), Content)
+    assert isinstance(table.look(numbered(2), 16), Content)
+    # What was computed with the third meanwhile is nobody's, whenever there is room for it.
+    leave(table, 2, 1)
+    follow(table, numbered(3), 1, b"c")
+    assert table.look(numbered(3), 16) is Verdict.NEVER
+
+
+@pytest.mark.usefixtures("narrow")
+def test_weeks_of_adapters_are_all_served() -> None:
+    table = AdapterTable(1)
+    for number in range(1, 100):
+        follow(table, numbered(number), 1, b"a")
+        leave(table, number, 1)
+        assert len(table._adapters) <= 2
+        assert len(table._aliases) <= 2
+        assert len(table._idle) <= 2
+    assert table.unwatch == list(range(1, 98))
+
+
+@pytest.mark.usefixtures("narrow")
+def test_the_adapter_used_least_recently_goes_first() -> None:
+    table = AdapterTable(1)
+    for number in (1, 2):
+        follow(table, numbered(number), 1, b"a")
+        leave(table, number, 1)
+    table.look(numbered(1), 0)
+    table.look(numbered(3), 0)
+    assert table.unwatch == [2]
+
+
+@pytest.mark.usefixtures("narrow")
+def test_one_that_was_loaded_in_place_can_be_forgotten_and_is_not_watched() -> None:
+    table = AdapterTable(1)
+    for number in range(1, 5):
+        assert table.look(numbered(number, in_place=True), 0) is Verdict.NEVER
+    assert table.watch == table.unwatch == []  # ranks would keep it for good
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_forgotten_name_is_not_trusted_with_what_the_device_holds_under_it() -> None:
+    """A request that is still there may have gone on with other weights, unwatched."""
+    table = AdapterTable(1)
+    follow(table, numbered(1), 1, b"a")
+    leave(table, 1, 1)
+    follow(table, numbered(2), 1, b"b")
+    follow(table, numbered(3), 1, b"c")
+    assert 1 not in table._adapters
+    leave(table, 2, 1)
+    follow(table, numbered(1), 2, b"a")
+    assert table.look(numbered(1), 16) is Verdict.NEVER
+    table.device_emptied()
+    assert isinstance(table.look(numbered(1), 16), Content)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_name_that_another_adapter_has_too_is_kept_and_not_trusted() -> None:
+    table = AdapterTable(1)
+    follow(table, ONE, 1, b"a")
+    leave(table, 1, 1)
+    again = LoraName(2, ONE.name, ONE.path, in_place=False)
+    follow(table, again, 1, b"a")
+    assert isinstance(table.look(again, 16), Content)
+    follow(table, numbered(3), 1, b"c")  # for which the first has to go
+    assert table.look(again, 16) is Verdict.NEVER
+
+
+@pytest.mark.usefixtures("narrow")
+def test_doubts_about_a_forgotten_adapter_are_never_settled() -> None:
+    table = AdapterTable(1)
+    again = LoraName(2, ONE.name, ONE.path, in_place=False)
     table.look(ONE, 0)
-    assert table.look(LoraName(2, "two", "/adapters/two", in_place=False), 0) is Verdict.NEVER
-    table.report(0, known(1))
-    assert isinstance(table.look(ONE, 0), Content)
+    leave(table, 1, 0)
+    table.went_without(ONE)
+    follow(table, again, 1, b"a")
+    assert table.look(again, 16) is Verdict.GO_WITHOUT
+    table.look(numbered(3), 0)
+    assert table.look(again, 16) is Verdict.NEVER
+
+
+def test_no_generation_of_a_rank_is_ever_given_twice() -> None:
+    """A job planned before an adapter was forgotten must not fit what is loaded after."""
+    loaded: dict[int, object] = {1: made(), 2: made()}
+    watch = AdapterWatch(0, lambda: loaded)
+    watch.follow([1], [])
+    watch.observe()
+    loaded[1] = made()
+    watch.observe()
+    watch.follow([], [1])
+    loaded[1] = made(rank=8)
+    watch.follow([1], [])
+    watch.observe()
+    assert not watch.holds(AdapterUse(1, (1,)))
+    assert not watch.holds(AdapterUse(1, (2,)))
+    assert watch.holds(AdapterUse(1, (3,)))
+    watch.close(10)
 
 
 def test_a_rank_refuses_what_was_planned_with_other_weights() -> None:

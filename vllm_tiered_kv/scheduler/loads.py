@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.protocol import JobStatus, LoadJob
-from vllm_tiered_kv.scheduler.adapters import BASE_MODEL, Verdict
+from vllm_tiered_kv.scheduler.adapters import BASE_MODEL, MAX_ADAPTERS, Verdict
 from vllm_tiered_kv.scheduler.core import TIER, Core
 from vllm_tiered_kv.scheduler.groups import usable_chunks
 from vllm_tiered_kv.scheduler.index import Node
@@ -165,9 +165,15 @@ class LoadPlanner:
         if found is Verdict.NEVER:
             self._core.fail(
                 "adapter",
-                f"LoRA adapter {state.lora.name!r} was loaded in place, or its name and path stood "
-                "for other weights before: requests with it may be computed without the tier. "
-                "Load new weights from a new path",
+                f"LoRA adapter {state.lora.name!r} was loaded in place, or its name and path may "
+                "have stood for other weights before: requests with it may be computed without the "
+                "tier. Load new weights from a new path",
+            )
+        elif found is Verdict.NO_ROOM:
+            self._core.fail(
+                "adapter_limit",
+                f"more than {MAX_ADAPTERS} LoRA adapters are loaded at once: requests with any "
+                "others are computed without the tier",
             )
         elif state.content is None:
             adapters.went_without(state.lora)

@@ -30,8 +30,8 @@ class _Watched:
 
     __slots__ = ("generation", "present", "told")
 
-    def __init__(self) -> None:
-        self.generation = 0
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
         self.present: weakref.ref[object] | None = None
         """The object last seen; an adapter that is gone is not kept alive for us."""
         self.told: AdapterState | None = None
@@ -49,6 +49,9 @@ class AdapterWatch:
         self._rank = rank
         self.registered = registered
         self._watched: dict[int, _Watched] = {}
+        self._generation = 0
+        """The highest of all that are watched no more: none is ever given twice, or a job that was
+        planned before would fit what comes after."""
         self._there: set[int] = set()
         """Adapters that are loaded, or whose absence has not been told yet."""
         self._reports: list[AdapterReport] = []
@@ -61,13 +64,14 @@ class AdapterWatch:
     def follow(self, watch: Iterable[int], unwatch: Iterable[int]) -> None:
         """Begin and end to watch adapters, as a step's plan says."""
         for adapter in unwatch:
-            self._watched.pop(adapter, None)
+            if (gone := self._watched.pop(adapter, None)) is not None:
+                self._generation = max(self._generation, gone.generation)
             self._there.discard(adapter)
             with self._wake:
                 self._queue.pop(adapter, None)
         for adapter in watch:
             if len(self._watched) < MAX_WATCHED:
-                self._watched.setdefault(adapter, _Watched())
+                self._watched.setdefault(adapter, _Watched(self._generation))
                 self._there.add(adapter)
 
     def observe(self) -> None:
