@@ -19,6 +19,9 @@ import hmac
 import os
 import secrets
 import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import zmq
@@ -41,6 +44,7 @@ class SchedulerEndpoint:
         self._socket.setsockopt(zmq.RCVHWM, _QUEUE)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._closer = _closes(self, self._socket, self._context)
         try:
             # The queue's bound is one of each connection: nobody else may open any.
             self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
@@ -69,8 +73,23 @@ class SchedulerEndpoint:
         return reports
 
     def close(self) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
+        self._closer()
+
+
+def _closes(
+    owner: object, socket: zmq.Socket[bytes], context: zmq.Context[Any]
+) -> Callable[[], Any]:
+    """Closes both, when called or when the owner is dropped.
+
+    An engine that fails to start drops its connector without a word; a context that is collected
+    before its socket would wait for that forever.
+    """
+
+    def close() -> None:
+        socket.close(linger=0)
+        context.term()
+
+    return weakref.finalize(owner, close)
 
 
 class WorkerEndpoint:
@@ -83,6 +102,7 @@ class WorkerEndpoint:
         self._context = zmq.Context()
         try:
             self._socket = self._context.socket(zmq.PUSH)
+            self._closer = _closes(self, self._socket, self._context)
             self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._closed = False
@@ -106,5 +126,4 @@ class WorkerEndpoint:
             if self._closed:
                 return
             self._closed = True
-            self._socket.close(linger=0)
-            self._context.term()
+            self._closer()

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -127,3 +129,15 @@ def test_the_worst_rank_decides(order: list[int]) -> None:
     for rank in order:
         ended = ledger.load_result(rank, reports[rank])
     assert ended.status is JobStatus.FAILED
+
+
+def test_ends_that_are_dropped_in_a_cycle_are_closed() -> None:
+    """As those of an engine that fails to start: a traceback holds it, and it itself."""
+    receiver = SchedulerEndpoint()
+    sender = WorkerEndpoint(receiver.address, receiver.secret)
+    contexts = receiver._context, sender._context
+    ends = SimpleNamespace(receiver=receiver, sender=sender)
+    ends.itself = ends
+    del receiver, sender, ends
+    gc.collect()
+    assert all(context.closed for context in contexts)
