@@ -61,7 +61,8 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         ConfigError: options that cannot be used.
         UnsupportedModel: a model that cannot be served.
     """
-    geometry = _geometry(vllm_config, kv_cache_config, _options(vllm_config))
+    options = _options(vllm_config)
+    geometry = _geometry(vllm_config, kv_cache_config, options)
     groups = kv_cache_config.kv_cache_groups
     return WorkerHalf(
         compat.worker_rank(vllm_config),
@@ -70,6 +71,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         geometry.groups,
         # vLLM computes again from the first bad block on: that needs every block before it.
         report_blocks=len(groups) == 1 and geometry.keeps_all,
+        memory=int(options.cpu.capacity) // compat.world_size(vllm_config),
         find_adapters=compat.find_adapters(vllm_config),
     )
 
@@ -100,8 +102,10 @@ def _geometry(
 
 def _num_slots(vllm_config: VllmConfig, options: Options, geometry: Geometry, ranks: int) -> int:
     """Slots on each rank; a chunk takes one a KV cache group."""
+    # Of the other stages only the number of their layers is known here, not whose groups they
+    # are: a rank that needs more has fewer slots, and says so.
     share = compat.largest_layer_share(vllm_config)
-    slot = math.ceil(geometry.slot_bytes * share) * ranks
+    slot = geometry.align_slot(math.ceil(geometry.slot_bytes * share)) * ranks
     check_capacity(
         "cpu.capacity",
         options.cpu.capacity,

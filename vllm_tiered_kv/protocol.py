@@ -139,6 +139,8 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     """Increments of this rank's own counters, by the keys of ``metrics``."""
     adapters: tuple[AdapterReport, ...] = ()
     """Of adapters that were asked for, in the order it happened."""
+    slots: int | None = None
+    """Slots there are, said once by a rank that has room for fewer than it was to have."""
 
 
 _encoder = msgspec.msgpack.Encoder()

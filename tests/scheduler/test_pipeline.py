@@ -160,13 +160,61 @@ def test_each_stage_keeps_its_layers(engine: Pipeline) -> None:
     engine.check_quiet()
 
 
-def test_the_tier_fits_its_capacity_whichever_stage_is_larger(engine: Pipeline) -> None:
+@pytest.fixture(params=[BLOCK * 8, 96, 4096])
+def alignment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of slots: a layer, less than one, and more than all."""
+    monkeypatch.setattr("vllm_tiered_kv.geometry.SLOT_ALIGNMENT", request.param)
+
+
+def memory_of(engine: Pipeline) -> tuple[int, int]:
+    """Bytes of all ranks' pools, and of ``cpu.capacity``."""
+    extra = engine.vllm_config.kv_transfer_config.kv_connector_extra_config
+    halves = [rank.tiered._worker for rank in engine.ranks if rank.tiered is not None]
+    pools = [half._pool for half in halves]
+    assert all(pools)
+    return sum(pool.num_slots * pool.slot_bytes for pool in pools), extra["cpu"]["capacity"]
+
+
+LAYOUTS: dict[str, list[Stage]] = {
+    "1,2": [{0: [0]}, {0: [1, 2]}],
+    "2,1": [{0: [0, 1]}, {0: [2]}],
+    "1,1,1": [{0: [0]}, {0: [1]}, {0: [2]}],
+}
+
+
+@pytest.mark.usefixtures("alignment")
+@pytest.mark.parametrize("split", sorted(LAYOUTS))
+def test_the_tier_fits_its_capacity_whichever_stage_is_larger(pipeline: Make, split: str) -> None:
+    engine = pipeline(LAYOUTS[split], split)
     engine.complete("any", prompt(40))
     engine.settle()
-    slots = engine.half.core.settings.num_slots
-    capacity = engine.vllm_config.kv_transfer_config.kv_connector_extra_config["cpu"]["capacity"]
-    halves = [rank.tiered._worker for rank in engine.ranks if rank.tiered is not None]
-    assert 0 < sum(half._slot_bytes * slots for half in halves) <= capacity
+    used, capacity = memory_of(engine)
+    assert capacity * 0.4 < used <= capacity
+    assert engine.half.core.index.num_slots == engine.half.core.settings.num_slots
+    engine.check_quiet()
+
+
+def test_a_stage_with_more_of_one_group_than_the_first_one_has_fewer_slots(
+    pipeline: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stage has a layer of each of the two groups, the second two of one of them."""
+    monkeypatch.setattr("vllm_tiered_kv.geometry.SLOT_ALIGNMENT", BLOCK * 8)
+    stages: list[Stage] = [{0: [0], 1: [0, 1]}, {0: [1, 2], 1: [2]}]
+    uneven: list[Stage] = [{0: [0], 1: [0]}, {0: [1, 2], 1: [1, 2]}]
+    engine = pipeline(stages, "2,1", windows=(40, 0), num_blocks=128)
+    engine.complete("any", prompt(40))
+    assert engine.half.core.index.num_slots == engine.half.core.settings.num_slots
+
+    engine = pipeline(uneven, "2,1", windows=(40, 0), num_blocks=128, capacity_chunks=1)
+    engine.complete("cold", prompt(200), 1)
+    engine.settle()
+    used, capacity = memory_of(engine)
+    assert used <= capacity
+    assert engine.half.core.index.num_slots == engine.half.core.settings.num_slots // 2
+    engine.flush_device()
+    assert engine.complete("warm", prompt(200), 1).cpu > 0
+    engine.settle()
+    assert engine.counter("failures", "internal") == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])

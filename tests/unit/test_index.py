@@ -312,3 +312,18 @@ def test_evicted_chunks_are_counted(count: int) -> None:
     for i in range(count + 1):
         store(index, str(i).encode())
     assert index.evicted == count
+
+
+def test_slots_beyond_a_limit_are_not_handed_out_again() -> None:
+    slots = SlotAllocator(4)
+    taken = [slots.take() for _ in range(4)]
+    slots.limit(2)
+    assert (slots.total, slots.used, slots.free) == (2, 4, 0)
+    for slot in taken:
+        slots.give_back(slot)
+    assert {slots.take(), slots.take(), slots.take()} == {0, 1, None}
+    slots.reset(held=[0])
+    assert (slots.used, slots.free) == (1, 1)
+    assert [slots.take(), slots.take()] == [1, None]
+    slots.limit(3)
+    assert slots.total == 2

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tiered_kv.config import ConfigError
+from vllm_tiered_kv import assemble, compat
+from vllm_tiered_kv.config import ConfigError, parse_options
 from vllm_tiered_kv.geometry import Geometry, GroupGeometry, GroupKind, plan_geometry
 from vllm_tiered_kv.scheduler.groups import usable_chunks
 from vllm_tiered_kv.scheduler.index import ABSENT, Node
@@ -148,3 +151,16 @@ def test_a_hit_ends_where_every_window_is_whole(
 
     want = max((n for n in range(1, len(run) + 1) if whole(n)), default=0)
     assert usable_chunks(cut, run, first, start) == want
+
+
+def test_slots_of_an_uneven_pipeline_are_aligned_on_every_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two layers of 2 KiB on the first stage fill a page of memory, three on the others two."""
+    monkeypatch.setattr(compat, "largest_layer_share", lambda _: 1.5)
+    capacity = 60 * 4096
+    options = parse_options({"cpu": {"capacity": capacity}})
+    cut = geometry(GroupGeometry(GroupKind.FULL, 16, 4096), chunk=16)
+    assert cut.slot_bytes == 4096
+    slots = assemble._num_slots(SimpleNamespace(), options, cut, ranks=3)
+    assert 0 < slots * (4096 + 8192 + 8192) <= capacity

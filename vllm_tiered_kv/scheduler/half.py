@@ -273,7 +273,7 @@ class SchedulerHalf:
             self._evicted = core.index.evicted
         slot_bytes = core.geometry.slot_bytes * core.settings.world_size
         gauges = {
-            metrics.CAPACITY.key(TIER): float(core.settings.num_slots * slot_bytes),
+            metrics.CAPACITY.key(TIER): float(core.index.num_slots * slot_bytes),
             metrics.USAGE.key(TIER): float(core.index.used_slots * slot_bytes),
             metrics.IN_FLIGHT.key("load"): float(len(core.ledger.loads)),
             metrics.IN_FLIGHT.key("store"): float(len(core.ledger.stores)),
@@ -318,6 +318,8 @@ class SchedulerHalf:
             core.tally.add(key, value)
         for adapter in report.adapters:
             core.adapters.report(report.rank, adapter)
+        if report.slots is not None:
+            core.index.limit(report.slots)
         for result in report.results:
             if result.direction is Direction.STORE:
                 if (store := core.ledger.store_result(report.rank, result)) is not None:

@@ -97,8 +97,16 @@ class ChunkIndex:
         return len(self._nodes)
 
     @property
+    def num_slots(self) -> int:
+        return self._slots.total
+
+    @property
     def used_slots(self) -> int:
         return self._slots.used
+
+    def limit(self, num_slots: int) -> None:
+        """A rank has room for so many slots only: store in no others from now on."""
+        self._slots.limit(num_slots)
 
     @property
     def pinned(self) -> int:

@@ -18,30 +18,39 @@ class SlotAllocator:
         self._next = 0  # never handed out since the last reset
         self._returned: list[int] = []
         self._kept: set[int] = set()  # held across a reset
+        self.used = 0
+
+    @property
+    def total(self) -> int:
+        return self._num_slots
 
     @property
     def free(self) -> int:
-        ahead = sum(slot >= self._next for slot in self._kept)
-        return self._num_slots - self._next - ahead + len(self._returned)
+        return max(0, self._num_slots - self.used)
 
-    @property
-    def used(self) -> int:
-        return self._num_slots - self.free
+    def limit(self, num_slots: int) -> None:
+        """Hand out no slot from ``num_slots`` on; those that are held are given back as ever."""
+        self._num_slots = min(self._num_slots, num_slots)
 
     def take(self) -> int | None:
         """A free slot, or None."""
-        if self._returned:
-            return self._returned.pop()
+        while self._returned:
+            slot = self._returned.pop()
+            if slot < self._num_slots:
+                self.used += 1
+                return slot
         while self._next < self._num_slots:
             slot = self._next
             self._next += 1
             if slot not in self._kept:
+                self.used += 1
                 return slot
             self._kept.discard(slot)
         return None
 
     def give_back(self, slot: int) -> None:
         """Return a slot got from :meth:`take` or kept by :meth:`reset`."""
+        self.used -= 1
         if slot >= self._next:
             self._kept.discard(slot)  # kept across a reset; the counter will come to it
             return
@@ -52,3 +61,4 @@ class SlotAllocator:
         self._next = 0
         self._returned = []
         self._kept = set(held)
+        self.used = len(self._kept)

@@ -86,6 +86,7 @@ class WorkerHalf:
         groups: the geometry's groups; what a block has in bytes is this rank's own matter.
         report_blocks: whether a failed load may name its bad blocks (one full-attention
             group) or fails as a whole (several groups, or a sliding window).
+        memory: bytes that this rank may take for its slots.
         find_adapters: looks for this process's LoRA adapters once the model is there; None
             where LoRA is off.
     """
@@ -98,6 +99,7 @@ class WorkerHalf:
         groups: Sequence[GroupGeometry],
         *,
         report_blocks: bool,
+        memory: int | None = None,
         find_adapters: Callable[[], Registered | None] | None = None,
     ) -> None:
         self._rank = rank
@@ -105,6 +107,9 @@ class WorkerHalf:
         self.adapters = AdapterWatch(rank, None)
         self._groups = groups
         self._report_blocks = report_blocks
+        self._memory = memory
+        self._room: int | None = None
+        """Slots there are, where they are fewer than was said and the scheduler half must know."""
         self._pages = DevicePages(group_layers, num_blocks)
         """Without any, every job is dropped."""
         self._setup: Setup | None = None
@@ -204,8 +209,18 @@ class WorkerHalf:
             return  # without pages there is nothing to copy; a later plan says the same again
         self._setup = setup
         slot_bytes = self._slot_size(setup.chunk_tokens)
+        slots = setup.num_slots
+        if self._memory is not None and slots * slot_bytes > self._memory:
+            slots = self._room = self._memory // slot_bytes
+            logger.warning(
+                "tiered-kv: rank %d has room for %d of %d slots: it has more layers of one KV "
+                "cache group than the first pipeline stage leads to expect",
+                self._rank,
+                slots,
+                setup.num_slots,
+            )
         try:
-            pool = HostPool(setup.num_slots, slot_bytes, pin=torch.cuda.is_available())
+            pool = HostPool(slots, slot_bytes, pin=torch.cuda.is_available())
             copier = self._open_copier(self._pages.groups, pool)
             self._slot_bytes = slot_bytes
             self._pool, self._copier = pool, copier
@@ -338,9 +353,11 @@ class WorkerHalf:
             stores, self._results = self._results[:MAX_RESULTS], self._results[MAX_RESULTS:]
             counters = self._counts.take()
         adapters = self.adapters.take()
-        if not loads and not stores and not counters and not adapters:
+        room, self._room = self._room, None
+        if not loads and not stores and not counters and not adapters and room is None:
             return None
-        return WorkerReport(self._rank, (*loads, *stores), tuple(counters.items()), adapters)
+        results = (*loads, *stores)
+        return WorkerReport(self._rank, results, tuple(counters.items()), adapters, room)
 
     def count(self, key: str, value: float) -> None:
         with self._lock:
