@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,7 +17,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from vllm_tiered_kv.scheduler.index import ABSENT, ChunkIndex, NodeState
+from vllm_tiered_kv.policies import Eviction
+from vllm_tiered_kv.scheduler.index import ABSENT, ChunkIndex, Node, NodeState, chunk_policy
 from vllm_tiered_kv.scheduler.slots import SlotAllocator
 
 
@@ -173,16 +176,37 @@ def test_a_kept_slot_given_back_early_is_free_when_the_count_reaches_it() -> Non
     assert [slots.take(), slots.take(), slots.take()] == [0, 1, None]
 
 
+class Watcher:
+    """Looks at what leaves the index of its own accord."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[bytes, Node] = {}
+        self.discarding = False
+
+    def stored(self, node: Node) -> None:
+        pass
+
+    def removed(self, node: Node) -> None:
+        if not self.discarding:
+            assert node.pins == 0
+            assert all(other.parent is not node for other in self.nodes.values())
+
+    def cleared(self) -> None:
+        pass
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Any order of stores, hits, failures and resets, on prefixes of a small alphabet."""
 
+    eviction = Eviction.LRU
     pins = Bundle("pins")
     stores = Bundle("stores")
     extensions = Bundle("extensions")
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = ChunkIndex(6, 2)
+        self.watcher = Watcher()
+        self.index = ChunkIndex(6, 2, self.watcher, chunk_policy(self.eviction), 512)
         self.held: list = []
 
     @rule(
@@ -214,9 +238,14 @@ class IndexMachine(RuleBasedStateMachine):
             if ok:
                 self.index.commit(node)
             else:
-                self.index.discard(node)
+                self.discard(node)
             self.index.unpin(node)
             self.held.remove(node)
+
+    def discard(self, node: Node) -> None:
+        self.watcher.discarding = True
+        self.index.discard(node)
+        self.watcher.discarding = False
 
     @rule(target=extensions, path=st.lists(st.sampled_from("ab"), min_size=1, max_size=3))
     def begin_extension(self, path: list[str]):
@@ -253,7 +282,7 @@ class IndexMachine(RuleBasedStateMachine):
     def end_hit(self, nodes, ok: bool) -> None:
         for node in nodes:
             if not ok:
-                self.index.discard(node)
+                self.discard(node)
             self.index.unpin(node)
             self.held.remove(node)
 
@@ -264,10 +293,15 @@ class IndexMachine(RuleBasedStateMachine):
         assert len(self.index) == 0
 
     @invariant()
+    def watch(self) -> None:
+        self.watcher.nodes = self.index._nodes
+
+    @invariant()
     def slots_have_one_owner(self) -> None:
         owners = {id(n): n for n in (*self.index._nodes.values(), *self.held)}
         slots = [s for n in owners.values() for s in n.slots if s != ABSENT]
         slots += [s for n in owners.values() for s in n.coming.values()]
+        slots += [s for late in self.index._late.values() for s in late]
         assert len(slots) == len(set(slots)) == self.index.used_slots <= 6
 
     @invariant()
@@ -279,15 +313,33 @@ class IndexMachine(RuleBasedStateMachine):
         parents = {id(n.parent) for n in self.index._nodes.values() if n.parent is not None}
         for node in self.index._nodes.values():
             evictable = node.pins == 0 and id(node) not in parents
-            assert (node in self.index._leaves) == evictable
+            assert self.index._policy.may_evict(node) == evictable
 
     @invariant()
     def pins_add_up(self) -> None:
         assert self.index.pinned == len({id(n) for n in self.held})
 
 
-TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+@pytest.mark.parametrize("eviction", Eviction)
+def test_the_index_in_any_order_of_events(eviction: Eviction) -> None:
+    machine = type("Machine", (IndexMachine,), {"eviction": eviction})
+    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    machine.TestCase().runTest()
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_a_prefix_loses_its_tail_before_its_head_under_every_policy(eviction: Eviction) -> None:
+    index = ChunkIndex(8, 1, policy=chunk_policy(eviction), chunk_tokens=512)
+    prefixes = [[bytes([p, i]) for i in range(4)] for p in range(6)]
+    rng = random.Random(0)
+    for _ in range(500):
+        prefix = rng.choice(prefixes)
+        index.touch(index.ready_run(prefix, 0))
+        store(index, *prefix)
+        for keys in prefixes:
+            here = [key in keys_of(index) for key in keys]
+            assert here == sorted(here, reverse=True)
+    assert index.used_slots == len(index) == 8
 
 
 def test_chunks_without_a_part_are_bounded_and_not_counted() -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every stored chunk lives: a tree of prefixes with least-recently-used eviction.
+"""Where every stored chunk lives: a tree of prefixes.
 
 A node stands for one chunk of a prefix, all KV cache groups together; its key is the hash
-of the chunk's last block, which vLLM chains over the whole prefix. Only leaves are evicted,
-so a prefix always loses its tail before its head, and only leaves stand in the eviction
-order. Every operation costs the chunks it is given, never the size of the index.
+of the chunk's last block, which vLLM chains over the whole prefix. Only unpinned leaves are
+evicted, so a prefix always loses its tail before its head; which of them goes next is a policy's
+choice. Every operation costs the chunks it is given, never the size of the index.
 
 There is one thread here: the scheduler's. No locks.
 """
@@ -12,10 +12,10 @@ There is one thread here: the scheduler's. No locks.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
+from vllm_tiered_kv.policies import Eviction, EvictionPolicy, Item, Place, make_policy
 from vllm_tiered_kv.scheduler.slots import SlotAllocator
 
 ABSENT = -1
@@ -31,11 +31,23 @@ class NodeState(enum.Enum):
 class Node:
     """One chunk. Mutable, owned by the index; others read it and hold it by pins."""
 
-    __slots__ = ("children", "coming", "key", "last_used", "parent", "pins", "slots", "state")
+    __slots__ = (
+        "children",
+        "coming",
+        "key",
+        "last_used",
+        "parent",
+        "pins",
+        "position",
+        "slots",
+        "state",
+    )
 
     def __init__(self, key: bytes, parent: Node | None, slots: list[int], now: int) -> None:
         self.key = key
         self.parent = parent
+        self.position = 0
+        """Chunks before it in its prefix."""
         self.slots = slots
         self.coming: dict[int, int] = {}
         """Slots being written for groups whose part is to be added, by group."""
@@ -70,6 +82,15 @@ class IndexListener(Protocol):
         """All chunks have left at once."""
 
 
+def chunk_policy(eviction: Eviction) -> EvictionPolicy[Node]:
+    """A policy for a :class:`ChunkIndex`; what is gone it remembers by the chunk's key."""
+    return make_policy(eviction, identity=_key_of)
+
+
+def _key_of(node: Node) -> Hashable:
+    return node.key
+
+
 class ChunkIndex:
     """The index of the CPU tier.
 
@@ -77,18 +98,29 @@ class ChunkIndex:
         num_slots: slots of the tier; one holds one group's part of one chunk.
         num_groups: KV cache groups.
         listener: who is told of changes; None for nobody.
+        policy: who goes next, from :func:`chunk_policy`; None for least recently used. It counts
+            sizes in slots.
+        chunk_tokens: tokens of a chunk, which a policy may weigh.
     """
 
     def __init__(
-        self, num_slots: int, num_groups: int, listener: IndexListener | None = None
+        self,
+        num_slots: int,
+        num_groups: int,
+        listener: IndexListener | None = None,
+        policy: EvictionPolicy[Node] | None = None,
+        chunk_tokens: int = 1,
     ) -> None:
         self._slots = SlotAllocator(num_slots)
         self._max_nodes = 2 * num_slots  # those that are empty hold no slot
         self._num_groups = num_groups
         self._listener = listener
         self._nodes: dict[bytes, Node] = {}
-        self._leaves: OrderedDict[Node, None] = OrderedDict()  # evictable, oldest first
+        self._policy = policy if policy is not None else chunk_policy(Eviction.LRU)
+        self._chunk_tokens = chunk_tokens
         self._pinned: set[Node] = set()
+        self._late: dict[Node, list[int]] = {}
+        """Slots of parts that came to nothing, until nobody holds their node."""
         self._clock = 0
         self.evicted = 0
         """Chunks evicted so far."""
@@ -131,17 +163,17 @@ class ChunkIndex:
         """Make these the most recently used; a prefix is given whole, head first."""
         self._clock += 1
         now = self._clock
+        nodes = list(nodes)
         for node in nodes:
             node.last_used = now
-            if node in self._leaves:
-                self._leaves.move_to_end(node)
+        self._policy.use(reversed(nodes))
 
     # -- storing ---------------------------------------------------------------
 
     def reserve(
         self, key: bytes, parent: Node | None, groups: Sequence[int], later: Sequence[int] = ()
     ) -> Node | None:
-        """Room for a chunk that is not in the index, evicting what was least recently used.
+        """Room for a chunk that is not in the index, evicting what the policy names.
 
         The node starts STORING and pinned once. ``parent`` is never evicted for its child.
 
@@ -155,7 +187,7 @@ class ChunkIndex:
         Returns:
             None if there is no room that may be taken.
         """
-        taken = self._take(len(groups), keep=parent)
+        taken = self._take(len(groups), key, keep=parent)
         if taken is None:
             return None
         self._clock += 1
@@ -165,6 +197,7 @@ class ChunkIndex:
         node = Node(key, None, slots, self._clock)
         self._nodes[key] = node
         self.adopt(node, parent)
+        self._policy.add(node, Item(len(taken), self._chunk_tokens, node.position))
         self.pin(node)
         if later:
             for group in later:
@@ -181,7 +214,7 @@ class ChunkIndex:
             node: a node that is in the index.
             groups: groups whose part the node has not, and that are not on their way either.
         """
-        taken = self._take(len(groups), keep=node)
+        taken = self._take(len(groups), node.key, keep=node)
         if taken is None:
             return False
         node.coming.update(zip(groups, taken, strict=True))
@@ -194,8 +227,8 @@ class ChunkIndex:
             slot = node.coming.pop(group)
             if arrived and node.state is not NodeState.GONE and node.slots[group] == ABSENT:
                 node.slots[group] = slot
-            else:
-                self._slots.give_back(slot)
+            else:  # whoever else holds the node may be reading it
+                self._late.setdefault(node, []).append(slot)
         if self._listener is not None and node.state is NodeState.READY:
             self._listener.stored(node)
         self.unpin(node)
@@ -207,8 +240,9 @@ class ChunkIndex:
         if node.parent is not None and node.parent.state is not NodeState.GONE:
             return
         node.parent = parent
+        node.position = parent.position + 1
         parent.children += 1
-        self._leaves.pop(parent, None)
+        self._policy.hold(parent)
 
     def commit(self, node: Node) -> None:
         """Its slots are written on every rank: it may be offered."""
@@ -227,9 +261,9 @@ class ChunkIndex:
             del self._nodes[node.key]
         if self._listener is not None:
             self._listener.removed(node)
-        self._leaves.pop(node, None)
+        self._policy.remove(node)
         if (parent := self._leave_parent(node)) is not None:
-            self._leaves[parent] = None
+            self._policy.release(parent)
         if node.pins == 0:
             self._free_slots(node)
 
@@ -255,25 +289,26 @@ class ChunkIndex:
             node.children = 0
         held = [slot for node in self._pinned for slot in node.slots if slot != ABSENT]
         held += [slot for node in self._pinned for slot in node.coming.values()]
+        held += [slot for slots in self._late.values() for slot in slots]
         self._slots.reset(held)
         self._nodes = {}
-        self._leaves = OrderedDict()
+        self._policy.clear()
         if self._listener is not None:
             self._listener.cleared()
 
     # -- inside ----------------------------------------------------------------
 
-    def _take(self, count: int, *, keep: Node | None) -> list[int] | None:
-        """Free slots, evicting what was least recently used, but never ``keep``."""
+    def _take(self, count: int, coming: bytes, *, keep: Node | None) -> list[int] | None:
+        """Free slots for a chunk, evicting others, but never ``keep``."""
         if keep is not None:
             self._hold(keep)
         taken: list[int] = []
-        room = len(self._nodes) < self._max_nodes or self._evict_one()
+        room = len(self._nodes) < self._max_nodes or self._evict_one(coming)
         while room and len(taken) < count:
             slot = self._slots.take()
             if slot is not None:
                 taken.append(slot)
-            elif not self._evict_one():
+            elif not self._evict_one(coming):
                 break
         if keep is not None:
             self._release(keep)
@@ -285,30 +320,33 @@ class ChunkIndex:
 
     def _hold(self, node: Node) -> None:
         node.pins += 1
-        self._leaves.pop(node, None)
+        self._policy.hold(node)
 
     def _release(self, node: Node) -> None:
         node.pins -= 1
         if node.pins:
             return
+        if self._late:
+            for slot in self._late.pop(node, ()):
+                self._slots.give_back(slot)
         if node.state is NodeState.GONE:
             self._free_slots(node)
         elif node.children == 0:
-            self._leaves[node] = None
+            self._policy.release(node)
 
-    def _evict_one(self) -> bool:
-        if not self._leaves:
+    def _evict_one(self, coming: bytes) -> bool:
+        node = self._policy.victim(coming)
+        if node is None:
             return False
-        node, _ = self._leaves.popitem(last=False)
+        self._policy.evict(node)
         node.state = NodeState.GONE
         self._nodes.pop(node.key, None)
         if self._listener is not None:
             self._listener.removed(node)
         if (parent := self._leave_parent(node)) is not None:
-            self._leaves[parent] = None
             # As old as the child it lost, unless it was used without it since then.
-            if parent.last_used <= node.last_used:
-                self._leaves.move_to_end(parent, last=False)
+            unused = parent.last_used <= node.last_used
+            self._policy.release(parent, Place.OLDEST if unused else Place.NEWEST)
         self.evicted += not node.is_empty
         self._free_slots(node)
         return True
