@@ -26,14 +26,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import random
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from benchmarks._report import Report
+from benchmarks._threads import in_threads
 from vllm_tiered_kv.layout import GroupPages, group_pages
 from vllm_tiered_kv.worker.copy import BlockCopies, Copier, Direction, Transfer
 from vllm_tiered_kv.worker.copy.cuda import CudaCopier, Way
@@ -127,31 +126,6 @@ class Chunks:
         size = self._case.block_bytes
         offsets = [slot * self._case.chunk + i * size for i in range(len(blocks))]
         return BlockCopies(0, blocks, offsets)
-
-
-def in_threads(works: Sequence[Callable[[], None]]) -> float:
-    """Seconds from the first begin to the last end."""
-    if len(works) == 1:
-        start = time.perf_counter()
-        works[0]()
-        return time.perf_counter() - start
-    barrier = threading.Barrier(len(works), timeout=60)
-    times: list[tuple[float, float]] = []
-
-    def run(work: Callable[[], None]) -> None:
-        barrier.wait()
-        start = time.perf_counter()
-        work()
-        times.append((start, time.perf_counter()))
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if len(times) != len(works):
-        raise RuntimeError("a copying thread failed")
-    return max(end for _, end in times) - min(start for start, _ in times)
 
 
 def copy_chunks(copier: Copier, direction: Direction, copies: Sequence[BlockCopies]) -> None:

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agent, keeper and ranks together, with real files: what they do when files misbehave."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.unit.disk._agent import (
+    FILE,
+    PART,
+    SPACE,
+    FaultyFiles,
+    Rig,
+    key_of,
+    on_disk,
+    payload,
+    rig,
+)
+from vllm_tiered_kv.protocol import Direction, JobResult, JobStatus
+from vllm_tiered_kv.tiers.disk import agent as agent_module
+from vllm_tiered_kv.tiers.disk.format import ChunkFacts
+from vllm_tiered_kv.tiers.disk.orders import OrderResult, Outcome, Part, RankReport, WriteOrder
+
+
+def written(engine: Rig, *numbers: int) -> None:
+    for number in numbers:
+        job = engine.write(key_of(number))
+        engine.settle()
+        assert job is not None
+        assert engine.outcomes[job] is Outcome.DONE
+
+
+def test_what_is_written_is_read_and_found_by_the_next(tmp_path: Path) -> None:
+    with rig(tmp_path, ranks=2) as engine:
+        engine.open()
+        written(engine, 1, 2)
+        assert engine.agent.groups(key_of(1)) == 0b11
+        assert len(on_disk(tmp_path)) == 8
+        assert engine.close()
+    with rig(tmp_path, ranks=2) as engine:
+        engine.open()
+        assert engine.agent.groups(key_of(2)) == 0b11
+        job = engine.read(key_of(2))
+        engine.settle()
+        assert job is not None
+        assert engine.outcomes[job] is Outcome.DONE
+        assert not engine.wrong
+
+
+def test_uses_are_written_down_at_the_end(tmp_path: Path) -> None:
+    with rig(tmp_path) as engine:
+        engine.open()
+        written(engine, 1)
+        file = next(tmp_path.rglob("*.0.kv"))
+        before = file.stat().st_mtime_ns
+        engine.agent.used_now([key_of(1)])
+        engine.ask(lambda: None)
+        assert engine.close()
+        assert file.stat().st_mtime_ns > before
+
+
+def test_a_store_is_followed_by_its_write_when_every_rank_has_it(tmp_path: Path) -> None:
+    with rig(tmp_path, ranks=2) as engine:
+        engine.open()
+        done = JobResult(7, Direction.STORE, JobStatus.DONE)
+        for rank in (0, 1):
+            for slot in (0, 1):
+                view = engine.view(rank, slot, PART)
+                assert view is not None
+                view[:] = payload(key_of(7), rank, slot)
+        order = WriteOrder(7, key_of(7), (Part(0, 0), Part(1, 1)), ChunkFacts((), 1, 0, 16), 0)
+        assert engine.agent.expect(order)
+        engine.orders[7] = order
+        engine.executors[0].stored(done)
+        engine.executors[0].stored(done)
+        engine.ask(lambda: None)
+        assert 7 in engine.agent._claims
+        engine.executors[1].stored(done)
+        engine.settle()
+        assert engine.outcomes[7] is Outcome.DONE
+        assert not engine.agent.settle(7, good=False)
+        assert len(on_disk(tmp_path)) == 4
+
+
+def test_a_store_that_is_not_trusted_is_not_written(tmp_path: Path) -> None:
+    with rig(tmp_path) as engine:
+        engine.open()
+        order = WriteOrder(7, key_of(7), (Part(0, 0),), ChunkFacts((), 1, 0, 16), 0)
+        assert engine.agent.expect(order)
+        assert engine.agent.settle(7, good=False)
+        engine.executors[0].stored(JobResult(7, Direction.STORE, JobStatus.DONE))
+        engine.ask(lambda: None)
+        assert not on_disk(tmp_path)
+
+
+def test_claims_are_bounded(tmp_path: Path) -> None:
+    with rig(tmp_path, max_queued=2) as engine:
+        orders = [
+            WriteOrder(i, key_of(i), (Part(0, 0),), ChunkFacts((), 1, 0, 16), 0) for i in range(3)
+        ]
+        assert [engine.agent.expect(order) for order in orders] == [True, True, False]
+
+
+def test_nothing_is_offered_from_the_call_on(tmp_path: Path) -> None:
+    """The agent's thread may come to it later: it is held here."""
+    for say in (lambda e: e.agent.close(), lambda e: e.agent.purge()):
+        with rig(tmp_path / str(say)) as engine:
+            engine.open()
+            written(engine, 1)
+            held, go_on = threading.Event(), threading.Event()
+            engine.agent._insist(lambda h=held, g=go_on: (h.set(), g.wait(30)))
+            assert held.wait(30)
+            say(engine)
+            assert engine.agent.groups(key_of(1)) == 0
+            assert not engine.agent.is_readable
+            go_on.set()
+
+
+def test_one_bad_report_does_not_cost_the_next(tmp_path: Path) -> None:
+    with rig(tmp_path) as engine:
+        engine.open()
+        engine.agent._tier.report = lambda report, real=engine.agent._tier.report: (  # type: ignore[method-assign]
+            real(report) if report.rank == 0 else 1 / 0
+        )
+        engine.executors[0]._send(RankReport(5, (OrderResult(1, Outcome.DONE),)))
+        written(engine, 1)
+        assert engine.failures["internal"] == 1
+
+
+def test_an_inbox_that_is_full_is_a_miss_and_the_end_still_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig(tmp_path) as engine:
+        engine.open()
+        written(engine, 1)
+        monkeypatch.setattr(agent_module, "MAX_INBOX", 0)
+        assert engine.write(key_of(2)) is None
+        assert engine.read(key_of(1)) is None
+        engine.agent.close()
+        assert engine.ask(lambda: engine.agent._tier.is_degraded)
+        assert engine.close()
+
+
+@pytest.mark.parametrize("thread", ["keeper", "ranks"])
+def test_the_end_comes_although_a_file_call_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread: str
+) -> None:
+    monkeypatch.setattr(agent_module, "CLOSE_TIMEOUT", 0.2)
+    files = FaultyFiles(0)
+    with rig(tmp_path, files) as engine:
+        if thread == "ranks":
+            engine.open()
+        files.flow.clear()
+        if thread == "ranks":
+            engine.write(key_of(1))
+        else:
+            engine.agent.open(SPACE, {})
+        assert files.waiting.acquire(timeout=30)
+        engine.agent.shutdown()
+        ended = [executor.close(0.2) for executor in engine.executors]
+        assert ended == [thread == "keeper"]
+        files.flow.set()
+        for t in (*engine.executors[0]._threads, engine.agent._keeper._thread):
+            t.join(30)
+            assert not t.is_alive()
+
+
+def test_a_hung_call_degrades_the_tier_and_its_return_heals_it(tmp_path: Path) -> None:
+    files = FaultyFiles(0)
+    with rig(tmp_path, files, io_deadline=0.3) as engine:
+        engine.open()
+        written(engine, 1)
+        files.flow.clear()
+        job = engine.read(key_of(1))
+        engine.wait(lambda: not engine.agent.is_readable, "nobody noticed")
+        assert job not in engine.outcomes
+        files.flow.set()
+        engine.settle()
+        engine.wait(lambda: not engine.agent.is_degraded, "it does not work again")
+        written(engine, 2)
+
+
+def test_a_folder_that_is_deleted_is_made_anew(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with rig(root) as engine:
+        engine.open()
+        written(engine, 1)
+        shutil.rmtree(root)
+        job = engine.read(key_of(1))
+        engine.settle()
+        assert job is not None
+        assert engine.outcomes[job] is not Outcome.DONE
+        engine.wait(lambda: not engine.agent.is_degraded, "it does not work again")
+        written(engine, 2)
+        assert len(on_disk(root)) == 2
+
+
+def test_files_beyond_a_smaller_capacity_go_without_a_request(tmp_path: Path) -> None:
+    with rig(tmp_path) as engine:
+        engine.open()
+        written(engine, *range(10))
+        smaller = engine.agent.settings.capacity - 25 * FILE
+        assert engine.close()
+    with rig(tmp_path, capacity=smaller) as engine:
+        engine.open()
+        engine.wait(lambda: engine.agent.used <= smaller and engine.agent.evicted, "too much")
+        engine.wait(lambda: not engine.agent._tier._removal._leaving, "files never leave")
+        assert sum(on_disk(tmp_path).values()) == engine.catalogue.used <= smaller

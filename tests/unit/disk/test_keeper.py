@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.disk._agent import FaultyFiles
+from tests.unit.disk._files import KEY, NAMESPACE, mode_of, path_of, rank_folder, write
+from vllm_tiered_kv.tiers.disk import keeper as module
+from vllm_tiered_kv.tiers.disk.catalogue import FileName
+from vllm_tiered_kv.tiers.disk.format import file_bytes
+from vllm_tiered_kv.tiers.disk.keeper import (
+    NAMESPACE_BYTES,
+    Keeper,
+    Measure,
+    Measured,
+    News,
+    Prepare,
+    Prepared,
+    Probe,
+    Probed,
+    Remove,
+    Removed,
+    Scan,
+    ScanEnded,
+    ScanPiece,
+    Touch,
+    Trouble,
+)
+from vllm_tiered_kv.tiers.disk.settings import FOLDER_BYTES
+
+NAME = FileName(NAMESPACE, 0, 0, KEY)
+SCAN = Scan(NAMESPACE, 0.0)
+
+
+class Bench:
+    def __init__(self, root: Path) -> None:
+        self.files = FaultyFiles(0)
+        self.news: queue.Queue[News] = queue.Queue()
+        self.keeper = Keeper(root, self.files, self.news.put)
+
+    def ask(self, chore: Any, until: type[Any]) -> Any:
+        """Leave a chore; the first news of this kind."""
+        assert self.keeper.ask(chore)
+        while not isinstance(news := self.news.get(timeout=30), until):
+            continue
+        return news
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.files.flow.set()
+    assert made.keeper.close(30)
+
+
+def test_the_folder_is_prepared_and_measured(bench: Bench, tmp_path: Path) -> None:
+    news = bench.ask(Prepare(NAMESPACE, {"a": 1}), Prepared)
+    assert news.mode is mode_of(tmp_path)
+    assert (tmp_path / NAMESPACE / "identity.json").exists()
+    status = os.statvfs(tmp_path)
+    free = bench.ask(Measure(), Measured).free_bytes
+    assert 0 < free <= status.f_blocks * status.f_frsize
+
+
+@pytest.mark.parametrize("chore", [Prepare(NAMESPACE, {}), SCAN, Measure()])
+def test_what_fails_is_told_and_the_thread_goes_on(bench: Bench, chore: Any) -> None:
+    bench.files.rate = 1.0
+    assert bench.ask(chore, Trouble).chore == chore
+    bench.files.rate = 0.0
+    bench.ask(Prepare(NAMESPACE, {}), Prepared)
+
+
+def test_a_scan_tells_files_and_counts_the_rest(bench: Bench, tmp_path: Path) -> None:
+    write(rank_folder(tmp_path))
+    write(rank_folder(tmp_path, namespace="another", rank=3))
+    for space in (NAMESPACE, "another"):
+        (tmp_path / space / "r0" / "tmp").mkdir(parents=True, exist_ok=True)
+        (tmp_path / space / "r0" / "tmp" / "abc.tmp").write_bytes(bytes(1000))
+    assert bench.keeper.ask(SCAN)
+    piece, ended = bench.news.get(timeout=30), bench.news.get(timeout=30)
+    assert isinstance(piece, ScanPiece)
+    assert isinstance(ended, ScanEnded)
+    assert {f.name for f in piece.files} == {NAME, FileName("another", 3, 0, KEY)}
+    folders = 2 * NAMESPACE_BYTES + 2 * FOLDER_BYTES  # of the other one: its ranks' too
+    assert ended.other_bytes == folders + 2000
+    assert ended.missed == 0
+    young = bench.ask(Scan(NAMESPACE, 60.0), ScanEnded)
+    assert young.other_bytes == folders + 1000  # ours may be under way
+
+
+def test_a_scan_says_what_it_could_not_see(bench: Bench, tmp_path: Path) -> None:
+    write(rank_folder(tmp_path))
+    real = bench.files.stat
+    bench.files.stat = lambda name, **kw: _fail(real, name, kw)  # type: ignore[method-assign]
+    assert bench.ask(SCAN, ScanEnded).missed == 1
+
+
+def _fail(real: Callable[..., Any], name: Any, kw: Any) -> Any:
+    if str(name).endswith(".kv"):
+        raise OSError(5, "injected")
+    return real(name, **kw)
+
+
+def test_other_chores_come_in_between_the_pieces_of_a_scan(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BATCH", 1)
+    folder = rank_folder(tmp_path)
+    for i in range(5):
+        write(folder, bytes([i]) * 32)
+    bench.files.flow.clear()
+    bench.keeper.ask(SCAN)
+    bench.keeper.ask(Measure())
+    bench.files.flow.set()
+    seen = [type(bench.news.get(timeout=30)) for _ in range(8)]
+    assert seen.index(Measured) < seen.index(ScanEnded)
+
+
+def test_removing_and_touching_and_probing(bench: Bench, tmp_path: Path) -> None:
+    write(rank_folder(tmp_path))
+    gone = FileName(NAMESPACE, 5, 0, KEY)
+    bench.keeper.ask(Touch([(NAME, 12345), (gone, 1)]))
+    probed = bench.ask(Probe(3, [NAME, gone]), Probed)
+    assert [(f.name, f.used_ns) for f in probed.there] == [(NAME, 12345)]
+    assert probed.there[0].nbytes == path_of(tmp_path).stat().st_size > file_bytes(1)
+    bench.files.failing, bench.files.rate = frozenset({"unlink"}), 1.0
+    bench.files.chance.random = lambda: 0.5  # type: ignore[method-assign]
+    assert bench.ask(Remove([NAME, gone]), Removed) == Removed([gone], [NAME])
+    bench.files.rate = 0.0
+    assert bench.ask(Remove([NAME]), Removed) == Removed([NAME], [])
+    assert not path_of(tmp_path).exists()
+
+
+def test_chores_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CHORES", 2)
+    bench.files.flow.clear()
+    bench.keeper.ask(Measure())
+    assert bench.files.waiting.acquire(timeout=30)
+    assert [bench.keeper.ask(Measure()) for _ in range(4)] == [True, True, False, False]
+    assert bench.keeper.busy_since is not None
+
+
+def test_a_hung_call_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.files.flow.clear()
+    bench.keeper.ask(Measure())
+    assert bench.files.waiting.acquire(timeout=30)
+    started = time.monotonic()
+    assert not bench.keeper.close(0.1)
+    assert bench.keeper._thread in threading.enumerate()
+    assert time.monotonic() - started < 30
+    bench.files.flow.set()
+    bench.keeper._thread.join(30)
+    assert not bench.keeper._thread.is_alive()
+    assert not bench.keeper.ask(Measure())

@@ -1,0 +1,539 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tier decides, one thing at a time; `test_tier_model.py` does all of it in any order."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.unit.disk._tier import FILE, OWN, ROOM, Bench, key_of
+from vllm_tiered_kv.tiers.disk.catalogue import FileName
+from vllm_tiered_kv.tiers.disk.flight import MAX_WRITES, WRITE_PATIENCE
+from vllm_tiered_kv.tiers.disk.keeper import Prepare, Remove, Scan, ScanEnded, Touch
+from vllm_tiered_kv.tiers.disk.orders import (
+    CancelReads,
+    OpenFolder,
+    OrderResult,
+    Outcome,
+    RankReport,
+    ReadOrder,
+    WriteOrder,
+)
+
+
+def name(number: int, namespace: str = OWN, rank: int = 0, group: int = 0) -> FileName:
+    return FileName(namespace, rank, group, key_of(number))
+
+
+def written(bench: Bench, *numbers: int) -> None:
+    for number in numbers:
+        bench.write(key_of(number))
+        bench.serve()
+        bench.keep()
+
+
+# -- opening -------------------------------------------------------------------------------
+
+
+def test_ranks_are_told_once_they_are_there_and_the_folder_is_known() -> None:
+    bench = Bench(ranks=2)
+    bench.tier.open(OWN, {"means": "this"})
+    assert bench.chores[0] == Prepare(OWN, {"means": "this"})
+    bench.tier.connected(1)
+    bench.keep()
+    assert not bench.tier.is_readable
+    assert bench.tier.is_connecting
+    bench.tier.connected(2)
+    assert bench.tier.is_readable
+    assert [list(sent) for sent in bench.sent] == [[OpenFolder("/nowhere", OWN, False)]] * 2
+
+
+def test_a_rank_that_comes_anew_is_told_again() -> None:
+    bench = Bench().open()
+    bench.tier.connected(1)
+    assert isinstance(bench.sent[0][0], OpenFolder)
+    assert bench.tier.is_readable
+
+
+def test_writes_wait_until_the_tier_is_open() -> None:
+    bench = Bench()
+    bench.tier.open(OWN, {})
+    job = bench.write(key_of(1))
+    bench.keep()
+    bench.tier.connected(1)
+    bench.serve()
+    assert bench.outcomes[job] is Outcome.DONE
+    assert bench.tier.groups(key_of(1)) == 1
+
+
+def test_writes_do_not_wait_for_a_folder_that_cannot_be_had() -> None:
+    bench = Bench()
+    bench.tier.open(OWN, {})
+    job = bench.write(key_of(1))
+    bench.fail_chore()
+    assert bench.outcomes[job] is Outcome.DROPPED
+    assert bench.tier.is_degraded
+    assert not bench.tier.is_writable
+
+
+def test_writes_do_not_wait_for_ranks_that_never_come() -> None:
+    bench = Bench()
+    bench.tier.open(OWN, {})
+    job = bench.write(key_of(1))
+    bench.keep()
+    bench.later(WRITE_PATIENCE + 1)
+    assert bench.outcomes[job] is Outcome.DROPPED
+
+
+def test_it_opens_by_itself_once_the_folder_can_be_had() -> None:
+    bench = Bench()
+    bench.tier.open(OWN, {})
+    bench.tier.connected(1)
+    bench.fail_chore()
+    for _ in range(5):
+        bench.later(70)
+        bench.fail_chore()
+    bench.later(70)
+    bench.keep()
+    assert bench.tier.is_readable
+    assert bench.tier.is_writable
+    assert not bench.tier.is_degraded
+
+
+def test_attempts_become_rarer() -> None:
+    bench = Bench()
+    bench.tier.open(OWN, {})
+    bench.fail_chore()
+    attempts = []
+    for _ in range(6000):
+        bench.later(0.1)
+        if bench.chores:
+            attempts.append(bench.now)
+            bench.fail_chore()
+    gaps = [b - a for a, b in itertools.pairwise(attempts)]
+    assert gaps == sorted(gaps)
+    assert 59 < gaps[-1] < 62
+    assert len(attempts) < 16
+
+
+# -- orders --------------------------------------------------------------------------------
+
+
+def test_an_order_ends_when_every_rank_has_answered_with_the_worst_of_them() -> None:
+    bench = Bench(ranks=2).open()
+    job = bench.write(key_of(1))
+    bench.answer(bench.orders(0)[0], rank=0)
+    assert bench.tier.groups(key_of(1)) == 0
+    assert not bench.ended
+    bench.answer(bench.orders(1)[0], Outcome.FAILED, rank=1)
+    assert bench.outcomes[job] is Outcome.FAILED
+    assert bench.tier.groups(key_of(1)) == 0
+
+
+def test_a_result_that_comes_twice_counts_once() -> None:
+    bench = Bench(ranks=2).open()
+    job = bench.write(key_of(1))
+    order = bench.orders(0)[0]
+    result = bench.do(0, order)
+    for _ in range(3):
+        bench.tier.report(RankReport(0, (result, result)))
+    assert not bench.ended
+    bench.serve()
+    bench.tier.report(RankReport(0, (result,)))
+    assert bench.ended == {job: 1}
+
+
+def test_results_of_nothing_and_of_ranks_there_are_not_are_passed_over() -> None:
+    bench = Bench().open()
+    job = bench.write(key_of(1))
+    bench.tier.report(RankReport(7, (OrderResult(job, Outcome.DONE),)))
+    bench.tier.report(RankReport(0, (OrderResult(job + 99, Outcome.DONE, 5, (5,)),)))
+    assert not bench.ended
+    assert bench.catalogue.used == 0
+
+
+def test_a_rank_that_cannot_be_reached_has_dropped_its_part() -> None:
+    bench = Bench(ranks=2).open()
+    bench.unreachable = {1}
+    job = bench.write(key_of(1))
+    bench.serve()
+    assert bench.outcomes[job] is Outcome.DROPPED
+    assert bench.tier.is_idle
+    assert bench.tier.used == FILE  # of rank 0; it counts, and goes when room is short
+
+
+def test_writes_beyond_the_queue_are_dropped() -> None:
+    bench = Bench(max_queued=3, capacity=1 << 30).open()
+    jobs = [bench.write(key_of(i)) for i in range(MAX_WRITES + 5)]
+    assert [job for job in jobs if job in bench.ended] == jobs[-2:]
+    assert len(bench.orders()) == MAX_WRITES
+
+
+def test_a_read_that_waited_too_long_is_dropped_and_what_is_sent_has_less_patience() -> None:
+    bench = Bench().open()
+    written(bench, 1)
+    jobs = [bench.read(key_of(1), patience=5.0) for _ in range(200)]
+    sent = len(bench.orders())
+    assert 0 < sent < len(jobs)
+    bench.later(3.0)
+    bench.answer(bench.orders()[0])
+    late = bench.orders()[-1]
+    assert isinstance(late, ReadOrder)
+    assert late.patience == pytest.approx(2.0)
+    bench.later(3.0)
+    assert set(jobs[sent + 1 :]) <= set(bench.ended)
+
+
+def test_a_read_that_nobody_waits_for_is_called_off() -> None:
+    bench = Bench().open()
+    written(bench, 1)
+    jobs = [bench.read(key_of(1)) for _ in range(200)]
+    sent = len(bench.orders())
+    bench.tier.cancel(jobs)
+    assert set(bench.ended) & set(jobs) == set(jobs[sent:])
+    told = {job for o in bench.sent[0] if isinstance(o, CancelReads) for job in o.jobs}
+    assert told == set(jobs[:sent])
+
+
+def test_nothing_is_offered_or_kept_after_the_end() -> None:
+    bench = Bench().open()
+    written(bench, 1)
+    bench.tier.close()
+    assert bench.tier.groups(key_of(1)) == 0
+    for job in (bench.write(key_of(2)), bench.read(key_of(1))):
+        assert bench.outcomes[job] is Outcome.DROPPED
+
+
+# -- what a file turns out to be -----------------------------------------------------------
+
+
+def test_only_the_part_that_was_missing_is_forgotten() -> None:
+    bench = Bench(groups=2).open()
+    bench.write(key_of(1), (0, 1))
+    bench.serve()
+    del bench.disk[name(1, group=1)]
+    bench.read(key_of(1), (0, 1))
+    bench.serve()
+    assert bench.tier.groups(key_of(1)) == 0b01
+    assert bench.catalogue.used == FILE
+    assert bench.troubles["disk_missing"] == 1
+
+
+def test_a_damaged_file_counts_until_a_scan_has_seen_that_it_is_gone() -> None:
+    bench = Bench().open()
+    written(bench, 1)
+    bench.read(key_of(1))
+    bench.answer(bench.orders()[0], Outcome.DAMAGED)
+    assert bench.tier.groups(key_of(1)) == 0
+    assert bench.tier.used == FILE
+    bench.later(60)
+    bench.keep()
+    assert bench.tier.used == 0
+
+
+def test_what_a_failed_write_left_behind_counts_until_a_scan() -> None:
+    bench = Bench().open()
+    bench.write(key_of(1))
+    bench.answer(bench.orders()[0], Outcome.FAILED)
+    assert bench.tier.used == FILE
+    bench.later(60)
+    bench.skip_to(Scan)
+    bench.tier.news(ScanEnded(FILE, 0.1, 0))  # it is there
+    assert bench.tier.used == FILE
+    bench.later(1000)
+    bench.keep()
+    assert bench.tier.used == 0
+
+
+def test_a_file_that_was_evicted_meanwhile_is_no_surprise() -> None:
+    bench = Bench().open()
+    written(bench, 1)
+    bench.read(key_of(1))
+    bench.tier.purge()
+    removal = bench.chores[-1]
+    assert isinstance(removal, Remove)
+    bench.disk.clear()
+    bench.serve()
+    bench.keep()
+    assert not bench.troubles["disk_missing"]
+
+
+# -- room ----------------------------------------------------------------------------------
+
+
+def test_the_longest_unused_goes_first_whichever_its_namespace() -> None:
+    bench = Bench()
+    bench.disk = {name(200 + i, "another"): FILE for i in range(ROOM // 2)}
+    bench.open()
+    written(bench, *range(ROOM - ROOM // 2))
+    bench.tier.used_now([key_of(0)], 0)
+    written(bench, *range(100, 100 + ROOM - 6))
+    assert {n.namespace for n in bench.disk} == {OWN}
+    assert name(0) in bench.disk
+    assert name(1) not in bench.disk
+    assert bench.tier.evicted > ROOM // 2
+
+
+def test_a_smaller_capacity_is_met_in_the_background() -> None:
+    bench = Bench()
+    bench.disk = {name(i, "another"): FILE for i in range(200)}
+    bench.disk[name(0)] = FILE
+    bench.open()
+    assert bench.tier.used <= bench.settings.capacity
+    assert len(bench.disk) >= ROOM - 3
+
+
+def test_a_write_waits_for_its_room() -> None:
+    bench = Bench().open()
+    written(bench, *range(ROOM - 1))
+    before = len(bench.disk)
+    jobs = [bench.write(key_of(100 + i)) for i in range(3)]
+    bench.serve()
+    assert not set(jobs) <= set(bench.ended)
+    for _ in range(6):
+        bench.keep()
+        bench.serve()
+    assert all(bench.outcomes[job] is Outcome.DONE for job in jobs)
+    assert len(bench.disk) <= before + 2
+
+
+def test_writes_for_which_no_room_can_be_made_do_not_hold_their_slots() -> None:
+    bench = Bench(min_free=1 << 50).open()
+    assert bench.outcomes[bench.write(key_of(1))] is Outcome.DROPPED
+    bench = Bench().open()
+    written(bench, *range(ROOM - 1))
+    bench.later(0, keeper_busy_for=100.0)
+    for i in range(4):
+        bench.write(key_of(100 + i))
+        bench.serve()
+    assert bench.outcomes[max(bench.wanted)] is Outcome.DROPPED
+    assert bench.tier.is_idle
+
+
+def test_a_chunk_that_is_being_removed_is_not_written() -> None:
+    """Its file might be written after the removal and before the news of it."""
+    bench = Bench().open()
+    written(bench, 1)
+    bench.tier.purge()
+    job = bench.write(key_of(1))
+    assert bench.outcomes[job] is Outcome.DROPPED
+    bench.keep()
+    job = bench.write(key_of(1))
+    bench.serve()
+    assert bench.outcomes[job] is Outcome.DONE
+
+
+def test_a_chunk_that_is_being_written_is_not_removed() -> None:
+    bench = Bench(ranks=2).open()
+    bench.write(key_of(1))
+    bench.answer(bench.orders(0)[0], rank=0)
+    written_in_part = name(1, rank=0)
+    for i in range(2, 2 + 2 * ROOM):
+        bench.write(key_of(i))
+        for rank in range(2):
+            for order in bench.orders(rank):
+                if order.key != key_of(1):
+                    bench.answer(order, rank=rank)
+        bench.keep()
+        assert written_in_part in bench.disk
+    bench.serve()
+    assert bench.tier.groups(key_of(1)) == 1
+
+
+def test_the_file_system_keeps_its_free_space() -> None:
+    bench = Bench(min_free=10 * FILE).open()
+    written(bench, *range(10))
+    bench.free = 7 * FILE
+    bench.later(6)
+    bench.keep()
+    assert len(bench.disk) == 7
+    bench.free = 10 * FILE
+    job = bench.write(key_of(50))
+    bench.keep()
+    bench.serve()
+    assert bench.outcomes[job] is Outcome.DONE
+    assert len(bench.disk) == 7
+
+
+def test_what_cannot_be_removed_stays_and_counts() -> None:
+    bench = Bench()
+    stuck = {name(200 + i, "another"): FILE for i in range(4)}
+    bench.disk = dict(stuck)
+    bench.open()
+    for i in range(3 * ROOM):
+        bench.write(key_of(i))
+        bench.serve()
+        bench.keep(stuck=list(stuck))
+        bench.later(70)
+        bench.keep(stuck=list(stuck))
+    assert stuck.items() <= bench.disk.items()
+    assert bench.catalogue.used == sum(bench.disk.values())
+    assert bench.troubles["disk_remove"] > 0
+
+
+# -- purges --------------------------------------------------------------------------------
+
+
+def test_what_was_written_here_is_removed_and_what_was_there_before_stays() -> None:
+    bench = Bench()
+    bench.disk = {name(9): FILE}
+    bench.open()
+    written(bench, 1, 2)
+    job = bench.write(key_of(3))
+    bench.tier.purge()
+    assert [bench.tier.groups(key_of(i)) for i in (1, 2, 3, 9)] == [0, 0, 0, 1]
+    bench.serve()
+    assert bench.tier.groups(key_of(3)) == 0
+    for _ in range(3):
+        bench.keep()
+        bench.later(1)
+    assert bench.outcomes[job] is Outcome.DONE
+    assert list(bench.disk) == [name(9)]
+
+
+def test_what_is_to_be_purged_and_cannot_be_removed_is_never_offered_again() -> None:
+    bench = Bench().open()
+    written(bench, 1)
+    bench.tier.purge()
+    bench.keep(stuck=[name(1)])
+    for _ in range(30):
+        bench.later(60)
+        bench.keep(stuck=[name(1)])
+        assert bench.tier.groups(key_of(1)) == 0
+    bench.later(60)
+    bench.keep()
+    bench.later(60)
+    bench.keep()
+    assert not bench.disk
+    written(bench, 1)
+    assert bench.tier.groups(key_of(1)) == 1
+
+
+# -- trouble -------------------------------------------------------------------------------
+
+
+def test_a_full_file_system_pauses_writes_at_once_and_reads_go_on() -> None:
+    bench = Bench().open()
+    written(bench, 1)
+    bench.write(key_of(2))
+    bench.tier.report(
+        RankReport(0, (OrderResult(bench.orders()[0].job, Outcome.FAILED, reason="no_space"),))
+    )
+    assert not bench.tier.is_writable
+    assert bench.tier.is_readable
+    assert bench.tier.groups(key_of(1)) == 1
+    bench.later(2)
+    bench.keep()
+    assert bench.tier.is_writable
+    assert not bench.tier.is_degraded
+
+
+def test_an_order_that_hangs_pauses_everything_until_it_returns() -> None:
+    bench = Bench().open()
+    written(bench, 1)
+    bench.read(key_of(1))
+    hung = bench.orders()[0]
+    bench.later(bench.settings.io_deadline + 1)
+    assert not bench.tier.is_readable
+    assert not bench.tier.is_writable
+    assert bench.troubles["disk_hung"] == 1
+    for _ in range(50):
+        bench.later(30)
+    assert not any(isinstance(chore, Prepare) for chore in bench.chores)
+    bench.answer(hung)
+    for _ in range(3):
+        bench.later(61)
+        bench.keep()
+    assert bench.tier.is_readable
+    assert not bench.tier.is_degraded
+
+
+def test_a_folder_that_does_not_answer_is_asked_nothing_more() -> None:
+    bench = Bench().open()
+    for _ in range(100):
+        bench.later(30, keeper_busy_for=100.0)
+    assert bench.tier.is_degraded
+    assert len(bench.chores) <= 2
+    bench.keep()
+    for _ in range(3):
+        bench.later(61)
+        bench.keep()
+    assert not bench.tier.is_degraded
+
+
+def test_a_keeper_that_takes_no_more_costs_nothing_but_time() -> None:
+    bench = Bench().open()
+    written(bench, 1)
+    bench.takes_chores = False
+    bench.tier.purge()
+    bench.tier.used_now([key_of(1)], 5)
+    bench.later(1000)
+    bench.takes_chores = True
+    for _ in range(3):
+        bench.later(10)
+        bench.keep()
+    assert not bench.disk
+
+
+def test_a_scan_that_could_not_see_everything_forgets_nothing() -> None:
+    bench = Bench().open()
+    written(bench, 1)
+    bench.later(700)
+    bench.skip_to(Scan)
+    bench.tier.news(ScanEnded(0, 0.1, missed=1))
+    assert bench.tier.groups(key_of(1)) == 1
+    assert bench.tier.used == FILE
+
+
+def test_scans_take_a_small_part_of_the_time() -> None:
+    bench = Bench(shared=True).open()
+    began = 0
+    for _ in range(1000):
+        bench.later(1)
+        while bench.chores:
+            if isinstance(bench.chores[0], Scan):
+                began += 1
+                bench.chores.popleft()
+                bench.tier.news(ScanEnded(0, 10.0, 0))
+            else:
+                bench.do_chore()
+    assert began in (4, 5, 6)
+
+
+def test_uses_are_written_down_oldest_first() -> None:
+    bench = Bench().open()
+    written(bench, 1, 2)
+    bench.tier.used_now([key_of(2), key_of(1), key_of(7)], 1000)
+    bench.later(6)
+    touches = [chore for chore in bench.chores if isinstance(chore, Touch)]
+    assert [list(t.files) for t in touches] == [[(name(2), 1000), (name(1), 2000)]]
+
+
+def test_what_another_engine_wrote_is_found_when_it_is_asked_for() -> None:
+    bench = Bench(shared=True).open()
+    bench.disk[name(5)] = FILE
+    jobs = [bench.look_for([key_of(5), key_of(6)]) for _ in range(2)]
+    bench.keep()
+    assert bench.tier.groups(key_of(5)) == 1
+    assert bench.tier.groups(key_of(6)) == 0
+    assert [bench.outcomes[job] for job in jobs] == [Outcome.DONE] * 2
+
+
+def test_a_look_that_cannot_be_had_ends_as_well() -> None:
+    bench = Bench(shared=True).open()
+    job = bench.look_for([key_of(5)])
+    bench.fail_chore()
+    assert bench.outcomes[job] is Outcome.FAILED
+    assert bench.outcomes[bench.look_for([key_of(5)])] is Outcome.DROPPED
+
+
+def test_a_read_of_what_is_not_there_is_not_ordered() -> None:
+    bench = Bench().open()
+    assert bench.outcomes[bench.read(key_of(1))] is Outcome.DROPPED
+
+
+def test_only_orders_are_sent_after_opening() -> None:
+    bench = Bench().open()
+    bench.write(key_of(1))
+    assert all(isinstance(order, WriteOrder) for order in bench.sent[0])

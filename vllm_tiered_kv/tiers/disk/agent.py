@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the disk tier beside the scheduler's thread, whether the engine steps or not.
+
+The scheduler half says what it wants and takes what came of it; both cost it a queue's append.
+File calls are made by the ranks and by the keeper, so that nothing here waits for a device.
+
+**A store that ends in an idle engine** is followed by its write although nothing steps. Its bytes
+are right if every rank had copied them before vLLM handed a block of it out again, which the
+scheduler's thread notices. Whoever takes the store's claim first decides: the scheduler's thread
+when a block is handed out or when it sees the store end, the agent when every rank has reported it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from vllm_tiered_kv.config import format_size
+from vllm_tiered_kv.log import OncePerKind, get_logger
+from vllm_tiered_kv.protocol import JobResult, JobStatus
+from vllm_tiered_kv.tiers.disk.active import Ended
+from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
+from vllm_tiered_kv.tiers.disk.channel import AgentSockets
+from vllm_tiered_kv.tiers.disk.files import Files
+from vllm_tiered_kv.tiers.disk.keeper import Keeper, News
+from vllm_tiered_kv.tiers.disk.orders import RankReport, ReadOrder, WriteOrder
+from vllm_tiered_kv.tiers.disk.settings import TierSettings
+from vllm_tiered_kv.tiers.disk.tier import DiskTier
+
+logger = get_logger(__name__)
+
+MAX_INBOX = 1 << 16
+"""Things said to the agent that it has not come to."""
+MAX_FAILURES = 4096
+"""Failures not yet taken; older ones are not counted."""
+TICK = 0.2
+"""Seconds between two looks at deadlines."""
+CLOSE_TIMEOUT = 5.0
+WAIT = 0.02
+"""Seconds the keeper waits for room in the inbox."""
+
+
+class DiskAgent:
+    """The scheduler half's side of the disk tier.
+
+    But for the constructor and :meth:`shutdown`, every method is for the scheduler's thread:
+    none waits, none makes a file call, none raises.
+
+    Args:
+        settings: what the tier is built from.
+        catalogue: empty; the agent's from now on.
+        sockets: the agent's end of the channel.
+        files: what makes the keeper's file calls.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        catalogue: Catalogue,
+        sockets: AgentSockets,
+        files: Files,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self._sockets = sockets
+        self._clock = clock
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._ended: deque[Ended] = deque()
+        self._failures: deque[str] = deque(maxlen=MAX_FAILURES)
+        self._claims: dict[int, WriteOrder] = {}
+        self._stored: dict[int, set[int]] = {}  # store job -> ranks that have copied it
+        self._trouble_log = OncePerKind(logger)
+        self._closing = False
+        self._stopping = False
+        self._asleep = False
+        self._purges_asked = self._purges_done = 0
+        self._degraded = False
+        self._malformed = 0
+        self._missed = 0
+        self._catalogue = catalogue
+        self._keeper = Keeper(Path(settings.root), files, self._hear)
+        self._tier = DiskTier(
+            settings,
+            catalogue,
+            send=sockets.send,
+            ask=self._keeper.ask,
+            tell=self._ended.append,
+            trouble=self._trouble,
+            clock=clock,
+        )
+        self._thread = threading.Thread(target=self._run, name="tiered-kv-disk", daemon=True)
+        self._thread.start()
+
+    @property
+    def addresses(self) -> tuple[str, str, bytes]:
+        """For the ranks: where reports go, where orders come from, the secret."""
+        return self._sockets.reports_address, self._sockets.orders_address, self._sockets.secret
+
+    # -- what there is -----------------------------------------------------------------
+
+    def groups(self, key: bytes) -> int:
+        """Bit ``g``: group ``g``'s part of the chunk can be read."""
+        return self._tier.groups(key) if self._offers else 0
+
+    def masks(self, keys: Sequence[bytes]) -> Iterator[int]:
+        """:meth:`groups` of many chunks, each looked up when it is asked for."""
+        return self._tier.masks(keys) if self._offers else itertools.repeat(0, len(keys))
+
+    def take_gone(self) -> tuple[list[bytes], bool]:
+        """Chunks of which less can be read than before, and whether there are others.
+
+        From the first call on they are noted.
+        """
+        if self._catalogue.gone is None:
+            self._catalogue.gone = deque()
+        gone = self._catalogue.gone
+        keys = [gone.popleft() for _ in range(len(gone))]
+        missed, self._missed = self._missed, self._catalogue.missed
+        return keys, missed != self._missed
+
+    @property
+    def is_readable(self) -> bool:
+        return self._offers and self._tier.is_readable
+
+    @property
+    def _offers(self) -> bool:
+        """False from the moment something may be wrong; the agent's thread comes to it later."""
+        return not self._closing and self._purges_asked == self._purges_done
+
+    @property
+    def is_connecting(self) -> bool:
+        """Whether the tier can be read as soon as the ranks have had a first step."""
+        return self._tier.is_connecting
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether something may be asked to be written, now or once the tier is open."""
+        return not self._closing and self._tier.is_writable
+
+    @property
+    def is_degraded(self) -> bool:
+        return self._tier.is_degraded
+
+    @property
+    def used(self) -> int:
+        """Bytes the folder holds."""
+        return self._tier.used
+
+    @property
+    def evicted(self) -> int:
+        return self._tier.evicted
+
+    # -- what is wanted ----------------------------------------------------------------
+
+    def open(self, namespace: str, identity: Mapping[str, object]) -> None:
+        """The namespace is known; any thread, once."""
+        self._say(self._tier.open, namespace, identity)
+
+    def expect(self, order: WriteOrder) -> bool:
+        """A store is under way, and what it brings into its slots is to be written.
+
+        Returns:
+            False if it will not be. Else :meth:`settle` is told how the store ended, and the
+            slots belong to the write until :meth:`take` gives its end.
+        """
+        if self._closing or len(self._claims) >= self.settings.max_queued:
+            return False
+        self._claims[order.job] = order
+        return True
+
+    def settle(self, job: int, *, good: bool) -> bool:
+        """The scheduler half knows how a store has ended, or will not trust it.
+
+        Returns:
+            Whether nothing will come of the write that was expected: :meth:`take` will not name it.
+        """
+        order = self._claims.pop(job, None)
+        if order is None:
+            return False  # the agent has taken it
+        return not (good and self.write(order))
+
+    def write(self, order: WriteOrder) -> bool:
+        """Write what is in these slots; False if it cannot be asked for now."""
+        return self._say(self._tier.want_write, order)
+
+    def read(self, orders: Sequence[ReadOrder]) -> bool:
+        """Read into these slots; False if it cannot be asked for now."""
+        return self._say(self._tier.want_reads, orders)
+
+    def cancel(self, jobs: Sequence[int]) -> None:
+        """Nobody waits for these reads any more; they still end."""
+        self._say(self._tier.cancel, jobs)
+
+    def used_now(self, keys: Sequence[bytes]) -> None:
+        """Chunks were used; a prefix is given whole, tail first."""
+        self._say(self._tier.used_now, keys, time.time_ns())
+
+    def look_for(self, job: int, keys: Sequence[bytes]) -> bool:
+        """See whether another engine has written these chunks, or the first of them.
+
+        Returns:
+            False if it cannot be asked for now. Else :meth:`take` names the job when it is known.
+        """
+        return self._say(self._tier.look_for, job, keys)
+
+    def purge(self) -> None:
+        """What was written in this process's life may be wrong: remove it."""
+        self._purges_asked += 1
+        self._insist(self._purge)
+
+    def close(self) -> None:
+        """Offer and keep nothing from now on."""
+        self._closing = True
+        self._insist(self._tier.close)
+
+    def take(self) -> list[Ended]:
+        """Orders that have ended since the last call."""
+        ended = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        return ended
+
+    def take_failures(self) -> list[str]:
+        """Kinds of failures since the last call, one entry each."""
+        kinds = []
+        while self._failures:
+            kinds.append(self._failures.popleft())
+        return kinds
+
+    def shutdown(self) -> None:
+        """End the threads, within ten seconds or so; what has not been written is not."""
+        self._closing = self._stopping = True
+        self._sockets.wake()
+        self._thread.join(CLOSE_TIMEOUT)
+        if not self._keeper.close(CLOSE_TIMEOUT):
+            self._trouble("disk_hung", "the folder does not answer; its thread is left to the exit")
+
+    # -- the agent's thread ------------------------------------------------------------
+
+    def _say(self, call: Callable[..., None], *args: object) -> bool:
+        if self._stopping or len(self._inbox) >= MAX_INBOX:
+            return False
+        self._insist(call, *args)
+        return True
+
+    def _insist(self, call: Callable[..., None], *args: object) -> None:
+        """Say what must not be lost."""
+        self._inbox.append(lambda: call(*args))
+        if self._asleep:
+            self._sockets.wake()
+
+    def _purge(self) -> None:
+        self._tier.purge()
+        self._purges_done += 1
+
+    def _run(self) -> None:
+        next_tick = self._clock() + TICK
+        hellos, announced = 0, False
+        while not self._stopping:
+            try:
+                for report in self._sleep(next_tick):
+                    self._do(self._heard, report)
+                for _ in range(len(self._inbox)):
+                    self._do(self._inbox.popleft())
+                if self._sockets.hellos != hellos:
+                    hellos = self._sockets.hellos
+                    self._tier.connected(self._sockets.ranks)
+                if self._tier.is_scanned and not announced:
+                    announced = True
+                    self._announce()
+                if self._clock() >= next_tick:
+                    next_tick = self._clock() + TICK
+                    self._tick()
+            except Exception:  # noqa: BLE001 - see _do
+                self._note_bug()
+        self._do(self._tier.flush)
+        self._sockets.close()
+
+    def _sleep(self, until: float) -> list[RankReport]:
+        self._asleep = True  # before the look at the inbox: who comes later wakes us
+        try:
+            return self._sockets.wait(0.0 if self._inbox else max(0.0, until - self._clock()))
+        finally:
+            self._asleep = False
+
+    def _do(self, call: Callable[..., None], *args: object) -> None:
+        try:
+            call(*args)
+        except Exception:  # noqa: BLE001 - the tier must not end, or lose what comes next
+            self._note_bug()
+
+    def _note_bug(self) -> None:
+        self._failures.append("internal")
+        self._trouble_log.error("internal", "unexpected error in the disk agent")
+
+    def _heard(self, report: RankReport) -> None:
+        for result in report.stores:
+            self._copied(report.rank, result)
+        self._tier.report(report)
+
+    def _announce(self) -> None:
+        logger.info(
+            "tiered-kv: the disk tier is ready: %d chunks of this model in %s; all in it: %s of %s",
+            self._tier.chunks,
+            self.settings.root,
+            format_size(self._tier.used),
+            format_size(self.settings.capacity),
+        )
+
+    def _tick(self) -> None:
+        since = self._keeper.busy_since
+        self._tier.tick(0.0 if since is None else time.monotonic() - since)
+        for job in [job for job in self._stored if job not in self._claims]:
+            del self._stored[job]
+        if self._tier.is_degraded != self._degraded:
+            self._degraded = self._tier.is_degraded
+            if self._degraded:
+                logger.warning("tiered-kv: the disk tier is degraded; serving goes on without it")
+            else:
+                logger.info("tiered-kv: the disk tier works again")
+        if self._sockets.malformed != self._malformed:
+            self._malformed = self._sockets.malformed
+            self._trouble("report", "a message to the disk agent was not a report")
+
+    def _copied(self, rank: int, result: JobResult) -> None:
+        """A rank has copied a store's bytes into its slots."""
+        if result.job not in self._claims or result.status is not JobStatus.DONE:
+            return
+        if not 0 <= rank < self.settings.ranks:
+            return
+        ranks = self._stored.setdefault(result.job, set())
+        ranks.add(rank)
+        if len(ranks) < self.settings.ranks:
+            return
+        del self._stored[result.job]
+        order = self._claims.pop(result.job, None)
+        if order is not None:
+            self._tier.want_write(order)
+
+    def _hear(self, news: News) -> None:
+        """On the keeper's thread, which can wait: no news may be lost."""
+        while not self._say(self._tier.news, news) and not self._stopping:
+            time.sleep(WAIT)
+
+    def _trouble(self, kind: str, message: str) -> None:
+        self._failures.append(kind)
+        self._trouble_log.warn(kind, message)

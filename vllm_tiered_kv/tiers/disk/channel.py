@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's sockets and a rank's: orders one way, reports the other, without a step between.
+
+Both lie in Linux's abstract namespace and are open to this user only. Every message begins with a
+secret that travels only with the plans; without it nothing is parsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from vllm_tiered_kv.tiers.disk.orders import (
+    Order,
+    Orders,
+    RankReport,
+    decode_orders,
+    decode_report,
+    encode,
+)
+
+_QUEUE = 4096  # messages
+_MAX_REPORT = 1 << 16  # bytes
+_MAX_HELLO = 256  # bytes; of a handshake too
+_MAX_ORDERS_BYTES = 1 << 20
+_SECRET = 16  # bytes
+
+
+class AgentSockets:
+    """The agent's end. Its thread only, but for :meth:`wake`.
+
+    Raises:
+        zmq.ZMQError: no socket could be had.
+    """
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_bytes(_SECRET)
+        self.malformed = 0
+        """Messages that were not reports."""
+        self._ranks: dict[int, bytes] = {}
+        self._hellos = 0
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        """Who wakes us too late must not meet another's file descriptor."""
+        self._context = zmq.Context()
+        try:
+            self._reports, self.reports_address = self._bind(zmq.PULL, _MAX_REPORT)
+            self._orders, self.orders_address = self._bind(zmq.ROUTER, _MAX_HELLO)
+            self._orders.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            # A rank that connects anew takes the place of what it was.
+            self._orders.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self._poller = zmq.Poller()
+        for pollable in (self._reports, self._orders, self._wake):
+            self._poller.register(pollable, zmq.POLLIN)
+
+    def _bind(self, kind: int, max_message: int) -> tuple[zmq.Socket[bytes], str]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.RCVHWM, _QUEUE)
+        socket.setsockopt(zmq.SNDHWM, _QUEUE)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_message)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+        address = f"ipc://@vllm-tiered-kv-{secrets.token_hex(16)}"
+        socket.bind(address)
+        return socket, address
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that have said hello."""
+        return len(self._ranks)
+
+    @property
+    def hellos(self) -> int:
+        """So often has any rank said hello."""
+        return self._hellos
+
+    def wake(self) -> None:
+        """Let :meth:`wait` return; any thread, also after :meth:`close`."""
+        with self._wake_lock, contextlib.suppress(OSError):  # full: it wakes anyway
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def wait(self, seconds: float) -> list[RankReport]:
+        """Sleep until something comes, at most so long; the reports that have come."""
+        self._poller.poll(max(0, int(seconds * 1000)))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        self._hear_hellos()
+        return self._take_reports()
+
+    def send(self, rank: int, orders: Sequence[Order]) -> bool:
+        """Whether the orders, at most :data:`.orders.MAX_ORDERS`, are on their way."""
+        peer = self._ranks.get(rank)
+        if peer is None:
+            return False
+        data = self.secret + encode(Orders(tuple(orders)))
+        if len(data) > _MAX_ORDERS_BYTES:
+            return False  # the rank would take it for an attack
+        try:
+            self._orders.send_multipart((peer, data), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        with self._wake_lock:
+            wake, self._wake = self._wake, -1
+        if wake >= 0:
+            os.close(wake)
+
+    def _hear_hellos(self) -> None:
+        for _ in range(_QUEUE):
+            try:
+                peer, *rest = self._orders.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return
+            if len(rest) != 1 or not hmac.compare_digest(rest[0], self.secret):
+                self.malformed += 1
+                continue
+            rank, _, name = peer.partition(b".")
+            if not rank.isdigit() or len(rank) > 6 or not name:
+                self.malformed += 1
+                continue
+            self._ranks[int(rank)] = peer
+            self._hellos += 1
+
+    def _take_reports(self) -> list[RankReport]:
+        reports: list[RankReport] = []
+        for _ in range(_QUEUE):
+            try:
+                data = self._reports.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                break
+            if not hmac.compare_digest(data[:_SECRET], self.secret):
+                self.malformed += 1
+                continue
+            try:
+                reports.append(decode_report(data[_SECRET:]))
+            except msgspec.DecodeError:
+                self.malformed += 1
+        return reports
+
+
+class RankSockets:
+    """A rank's end: one thread receives, any thread sends.
+
+    Raises:
+        zmq.ZMQError: no socket could be had.
+    """
+
+    def __init__(self, rank: int, reports: str, orders: str, secret: bytes) -> None:
+        self._secret = secret
+        self.malformed = 0
+        """Messages that were not orders."""
+        self._lock = threading.Lock()
+        self._closed = False
+        self._context = zmq.Context()
+        try:
+            self._reports = self._context.socket(zmq.PUSH)
+            self._reports.setsockopt(zmq.SNDHWM, _QUEUE)
+            self._reports.setsockopt(zmq.LINGER, 0)
+            self._reports.connect(reports)
+            self._orders = self._context.socket(zmq.DEALER)
+            self._orders.setsockopt(zmq.IDENTITY, b"%d.%s" % (rank, secrets.token_bytes(8)))
+            self._orders.setsockopt(zmq.RCVHWM, _QUEUE)
+            self._orders.setsockopt(zmq.MAXMSGSIZE, _MAX_ORDERS_BYTES)
+            self._orders.setsockopt(zmq.LINGER, 0)
+            self._orders.connect(orders)
+            self._orders.send(secret, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+
+    def receive(self, seconds: float) -> tuple[Order, ...]:
+        """Orders, after a wait of at most so long; what is none is passed over."""
+        try:
+            if not self._orders.poll(int(seconds * 1000)):
+                return ()
+            data = self._orders.recv(zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return ()
+        if not hmac.compare_digest(data[:_SECRET], self._secret):
+            self.malformed += 1
+            return ()
+        try:
+            return decode_orders(data[_SECRET:]).orders
+        except msgspec.DecodeError:
+            self.malformed += 1
+            return ()
+
+    def send(self, report: RankReport) -> bool:
+        """Whether the report is on its way."""
+        with self._lock:
+            if self._closed:
+                return False
+            try:
+                self._reports.send(self._secret + encode(report), zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return False
+            return True
+
+    def close(self) -> None:
+        """The receiving thread must have ended."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._context.destroy(linger=0)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether files bypass the page cache, and memory that may take part in that.
+
+`O_DIRECT` wants memory, offset and length at multiples of the device's block; `ALIGNMENT` is one
+of every device in use. Where a file system refuses it, files are read and written as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import mmap
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_tiered_kv.tiers.disk.files import Files
+from vllm_tiered_kv.tiers.disk.folders import OpenFolders
+from vllm_tiered_kv.tiers.disk.format import ALIGNMENT
+from vllm_tiered_kv.tiers.disk.names import TEMP_FOLDER, temp_file
+
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+_PROBE_BYTES = 2 * ALIGNMENT
+
+
+class IoMode(enum.Enum):
+    DIRECT = "direct"
+    BUFFERED = "buffered"
+
+
+def aligned_buffer(nbytes: int = ALIGNMENT) -> memoryview:
+    """Zeros, at an address that `O_DIRECT` takes; freed with its last view."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+def is_aligned(view: memoryview) -> bool:
+    """Whether `O_DIRECT` takes this memory. Not for memory that can't be written."""
+    if view.readonly or not view.nbytes or view.nbytes % ALIGNMENT:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT == 0
+
+
+def probe(files: Files, root: Path, namespace: str, rank: int) -> IoMode:
+    """What works in a rank's folder, which is made if need be: found out with a file there.
+
+    Never raises OSError: whatever fails, the answer is `BUFFERED`.
+    """
+    if not O_DIRECT:
+        return IoMode.BUFFERED
+    folders = OpenFolders(files, root, namespace, rank)
+    try:
+        with contextlib.suppress(OSError):
+            if _works(files, folders.get(TEMP_FOLDER, make=True)):
+                return IoMode.DIRECT
+    finally:
+        folders.retire()
+    return IoMode.BUFFERED
+
+
+def _works(files: Files, folder: int) -> bool:
+    written = aligned_buffer(_PROBE_BYTES)
+    written[:] = secrets.token_bytes(_PROBE_BYTES)
+    read = aligned_buffer(_PROBE_BYTES)
+    with _temp(files, folder) as fd:
+        if files.pwritev(fd, [written[:ALIGNMENT], written[ALIGNMENT:]], 0) != _PROBE_BYTES:
+            return False
+        if files.preadv(fd, [read[:ALIGNMENT], read[ALIGNMENT:]], 0) != _PROBE_BYTES:
+            return False
+    return read == written
+
+
+@contextlib.contextmanager
+def _temp(files: Files, folder: int) -> Iterator[int]:
+    name = temp_file(secrets.token_hex(12))
+    fd = files.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | O_DIRECT, dir_fd=folder)
+    try:
+        yield fd
+    finally:
+        with contextlib.suppress(OSError):
+            files.unlink(name, dir_fd=folder)
+        files.close(fd)

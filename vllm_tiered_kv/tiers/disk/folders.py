@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's folders, kept open: a call needs no path, and no link below the root is followed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+from vllm_tiered_kv.tiers.disk.files import Files, StrPath
+from vllm_tiered_kv.tiers.disk.names import rank_folder
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
+_RANK = ""
+
+
+def open_folder(files: Files, name: StrPath, parent: int, *, make: bool = False) -> int:
+    """A folder within an open one.
+
+    Raises:
+        OSError: ENOENT, ENOTDIR for a link or anything else that is no folder, or another.
+    """
+    flags = _FOLDER | os.O_NOFOLLOW
+    try:
+        return files.open(name, flags, dir_fd=parent)
+    except FileNotFoundError:
+        if not make:
+            raise
+    with contextlib.suppress(FileExistsError):
+        files.mkdir(name, dir_fd=parent)
+    return files.open(name, flags, dir_fd=parent)
+
+
+def open_root(files: Files, root: Path, *, make: bool = False) -> int:
+    """The root, which may be a link, as may what leads to it.
+
+    Raises:
+        OSError: ENOENT, ENOTDIR or another.
+    """
+    try:
+        return files.open(root, _FOLDER)
+    except FileNotFoundError:
+        if not make:
+            raise
+    _make_with_parents(files, root)
+    return files.open(root, _FOLDER)
+
+
+def _make_with_parents(files: Files, folder: Path) -> None:
+    try:
+        files.mkdir(folder)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        if folder.parent == folder:
+            raise
+        _make_with_parents(files, folder.parent)
+        with contextlib.suppress(FileExistsError):
+            files.mkdir(folder)
+
+
+class OpenFolders:
+    """The folders of one rank that have been used; at most 258 descriptors.
+
+    They stay open until `retire()`, and then until the last user has released them, so that no
+    thread meets a descriptor that has become another file's. Thread-safe.
+    """
+
+    def __init__(self, files: Files, root: Path, namespace: str, rank: int) -> None:
+        self._files = files
+        self._root = root
+        self._namespace = namespace
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._fds: dict[str, int] = {}
+        self._users = 0
+        self._retired = False
+
+    def acquire(self) -> bool:
+        """Whether the folders may be used until `release()`; not after `retire()`."""
+        with self._lock:
+            if self._retired:
+                return False
+            self._users += 1
+            return True
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            closing = self._take_if_unused()
+        self._close(closing)
+
+    def retire(self) -> None:
+        """Close them when nobody uses them. May be called again."""
+        with self._lock:
+            self._retired = True
+            closing = self._take_if_unused()
+        self._close(closing)
+
+    def get(self, name: str, *, make: bool = False) -> int:
+        """The folder of this name within the rank's; made if need be and asked for.
+
+        Raises:
+            OSError: see `open_folder`.
+        """
+        fd = self._fds.get(name)
+        if fd is not None:
+            return fd
+        return self._keep(name, open_folder(self._files, name, self._get_rank(make), make=make))
+
+    def stale(self, name: str) -> bool:
+        """Whether this folder, or the rank's if this one is not open, was deleted.
+
+        Raises:
+            OSError: it can't be told.
+        """
+        fd = self._fds.get(name, self._fds.get(_RANK))
+        return fd is not None and self._files.fstat(fd).st_nlink == 0
+
+    def _get_rank(self, make: bool) -> int:
+        fd = self._fds.get(_RANK)
+        if fd is not None:
+            return fd
+        root = open_root(self._files, self._root, make=make)
+        try:
+            namespace = open_folder(self._files, self._namespace, root, make=make)
+        finally:
+            self._close([root])
+        try:
+            fd = open_folder(self._files, rank_folder(self._rank), namespace, make=make)
+        finally:
+            self._close([namespace])
+        return self._keep(_RANK, fd)
+
+    def _keep(self, name: str, fd: int) -> int:
+        """Two threads may have opened the same folder: the first one's stays."""
+        with self._lock:
+            kept = self._fds.setdefault(name, fd)
+        if kept != fd:
+            self._close([fd])
+        return kept
+
+    def _take_if_unused(self) -> list[int]:
+        if not self._retired or self._users:
+            return []
+        fds = list(self._fds.values())
+        self._fds.clear()
+        return fds
+
+    def _close(self, fds: list[int]) -> None:
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                self._files.close(fd)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a namespace stands for, in plain words, for whoever looks into the tier's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from vllm_tiered_kv.tiers.disk.failures import FailureReason, reason_of
+from vllm_tiered_kv.tiers.disk.files import Files
+from vllm_tiered_kv.tiers.disk.folders import open_folder, open_root
+from vllm_tiered_kv.tiers.disk.names import IDENTITY_FILE, temp_file, valid_namespace
+from vllm_tiered_kv.tiers.disk.transfer import transfer
+
+
+def write_identity(
+    files: Files, root: Path, namespace: str, facts: Mapping[str, object]
+) -> FailureReason | None:
+    """Puts `facts` as JSON into the namespace's folder, which is made if need be.
+
+    Never raises OSError. The file is replaced as a whole; nothing reads it.
+
+    Returns:
+        None, or why there is no such file now.
+    """
+    if not valid_namespace(namespace):
+        return FailureReason.NAME
+    try:
+        content = msgspec.json.format(msgspec.json.encode(facts, order="sorted")) + b"\n"
+    except (TypeError, ValueError):
+        return FailureReason.INVALID
+    with contextlib.ExitStack() as opened:
+        try:
+            top = open_root(files, root, make=True)
+            opened.callback(_close, files, top)
+            folder = open_folder(files, namespace, top, make=True)
+            opened.callback(_close, files, folder)
+            _replace(files, folder, content)
+        except OSError as error:
+            return reason_of(error)
+    return None
+
+
+def _replace(files: Files, folder: int, content: bytes) -> None:
+    temp = temp_file(f"identity-{secrets.token_hex(12)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    fd = files.open(temp, flags, dir_fd=folder)
+    try:
+        try:
+            if not transfer(files.pwritev, fd, [memoryview(content)]):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        finally:
+            files.close(fd)
+        files.rename(temp, IDENTITY_FILE, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError:
+        with contextlib.suppress(OSError):
+            files.unlink(temp, dir_fd=folder)
+        raise
+
+
+def _close(files: Files, fd: int) -> None:
+    with contextlib.suppress(OSError):
+        files.close(fd)

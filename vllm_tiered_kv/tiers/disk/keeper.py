@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the folder: scans it, removes what the agent chose, notes what was used.
+
+One thread, for all that may take long: on a hung mount it hangs, and only it. The agent
+leaves it chores and is told what came of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from vllm_tiered_kv.tiers.disk.catalogue import MAX_GROUPS, MAX_RANKS, FileName, FoundFile
+from vllm_tiered_kv.tiers.disk.direct import IoMode, probe
+from vllm_tiered_kv.tiers.disk.files import Files
+from vllm_tiered_kv.tiers.disk.folders import open_folder, open_root
+from vllm_tiered_kv.tiers.disk.identity_file import write_identity
+from vllm_tiered_kv.tiers.disk.names import chunk_file, rank_folder, shard_folder
+from vllm_tiered_kv.tiers.disk.scan import (
+    FolderMade,
+    Found,
+    FoundTemp,
+    Unreadable,
+    scan_root,
+    sweep_temp,
+)
+from vllm_tiered_kv.tiers.disk.settings import FOLDER_BYTES
+
+MAX_CHORES = 4096
+BATCH = 256
+"""Files in one chore or one piece of news."""
+BREATH = 0.001
+"""Seconds between batches of a scan: its thread shares the interpreter with the scheduler's."""
+NAMESPACE_BYTES = 2 * 4096
+"""What a namespace's folder takes, with the file that says what it is."""
+TEMP_AGE = 600.0
+"""Seconds after which a temporary file belongs to nobody any more."""
+
+
+class Prepare(msgspec.Struct, frozen=True):
+    """Make the folder ready: create it, say what the namespace is, find out what it can do."""
+
+    namespace: str
+    identity: Mapping[str, object]
+
+
+class Scan(msgspec.Struct, frozen=True):
+    """Go through the whole folder.
+
+    Folders of our namespace are not counted, nor temporary files there that were changed within
+    ``young`` seconds: their writers may be at them.
+    """
+
+    namespace: str
+    young: float
+
+
+class Remove(msgspec.Struct, frozen=True):
+    """Remove files."""
+
+    files: Sequence[FileName]
+
+
+class Touch(msgspec.Struct, frozen=True):
+    """Write down when files were used, for later starts and other engines."""
+
+    files: Sequence[tuple[FileName, int]]
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """See which of these files are there: others may have written them since the scan."""
+
+    job: int
+    files: Sequence[FileName]
+
+
+class Measure(msgspec.Struct, frozen=True):
+    """See how much room the file system has."""
+
+
+Chore = Prepare | Scan | Remove | Touch | Probe | Measure
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    mode: IoMode
+
+
+class ScanPiece(msgspec.Struct, frozen=True):
+    files: Sequence[FoundFile]
+
+
+class ScanEnded(msgspec.Struct, frozen=True):
+    """The scan is through; what else than chunks lies there takes so many bytes."""
+
+    other_bytes: int
+    seconds: float
+    missed: int
+    """Folders and files that could not be looked at."""
+
+
+class Removed(msgspec.Struct, frozen=True):
+    gone: Sequence[FileName]
+    stuck: Sequence[FileName]
+    """Files that could not be removed."""
+
+
+class Probed(msgspec.Struct, frozen=True):
+    job: int
+    there: Sequence[FoundFile]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    free_bytes: int
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """A chore could not be done."""
+
+    chore: Chore
+    reason: str
+
+
+News = Prepared | ScanPiece | ScanEnded | Removed | Probed | Measured | Trouble
+
+
+class Keeper:
+    """Does chores one after the other, but for a scan: others come in between its pieces.
+
+    Args:
+        root: the folder.
+        files: what makes the file calls.
+        tell: takes the news; called on the keeper's thread, must not wait long.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        files: Files,
+        tell: Callable[[News], None],
+    ) -> None:
+        self._root = root
+        self._files = files
+        self._tell = tell
+        self._wake = threading.Condition()
+        self._chores: deque[Chore] = deque()
+        self._closing = False
+        self._close_by = math.inf
+        self.busy_since: float | None = None
+        """By the monotonic clock: since when it has been at one chore's one step."""
+        self._thread = threading.Thread(target=self._run, name="tiered-kv-keeper", daemon=True)
+        self._thread.start()
+
+    def ask(self, chore: Chore) -> bool:
+        """Leave a chore; False if there are too many."""
+        with self._wake:
+            if self._closing or len(self._chores) >= MAX_CHORES:
+                return False
+            self._chores.append(chore)
+            self._wake.notify()
+        return True
+
+    def close(self, timeout: float) -> bool:
+        """Let the thread end when uses are written down; whether it has, within so many seconds."""
+        with self._wake:
+            self._closing = True
+            self._close_by = time.monotonic() + timeout / 2
+            self._chores = deque(chore for chore in self._chores if isinstance(chore, Touch))
+            self._wake.notify()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._chores and not self._closing:
+                    self._wake.wait(5.0)
+                if not self._chores:
+                    return
+                chore = self._chores.popleft()
+            self._try(chore)
+            self.busy_since = None
+
+    def _try(self, chore: Chore) -> None:
+        self._step()
+        try:
+            self._do(chore)
+        except Exception as error:  # noqa: BLE001 - the thread goes on with the next
+            self._tell(Trouble(chore, f"{type(error).__name__}: {error}"))
+
+    def _do(self, chore: Chore) -> None:
+        match chore:
+            case Prepare():
+                self._prepare(chore)
+            case Scan():
+                self._scan(chore)
+            case Remove():
+                self._remove(chore.files)
+            case Touch():
+                self._touch(chore.files)
+            case Probe():
+                self._probe(chore)
+            case Measure():
+                self._measure()
+
+    def _step(self) -> None:
+        self.busy_since = time.monotonic()
+
+    def _prepare(self, chore: Prepare) -> None:
+        reason = write_identity(self._files, self._root, chore.namespace, chore.identity)
+        if reason is not None:
+            self._tell(Trouble(chore, reason.value))
+            return
+        self._tell(Prepared(probe(self._files, self._root, chore.namespace, rank=0)))
+        self._measure()
+
+    def _measure(self) -> None:
+        root = open_root(self._files, self._root)
+        try:
+            status = self._files.statvfs(root)
+        finally:
+            self._files.close(root)
+        self._tell(Measured(status.f_bavail * status.f_frsize))
+
+    def _scan(self, chore: Scan) -> None:
+        started, now_ns = time.monotonic(), time.time_ns()
+        for _ in sweep_temp(self._files, self._root, TEMP_AGE):
+            self._step()
+        piece: list[FoundFile] = []
+        other = missed = 0
+        for item in scan_root(self._files, self._root):
+            self._step()
+            if self._closing:
+                return
+            match item:
+                case Found() if item.group < MAX_GROUPS and item.rank < MAX_RANKS:
+                    name = FileName(item.namespace, item.rank, item.group, item.key)
+                    piece.append(FoundFile(name, item.size, item.mtime_ns))
+                case Found():
+                    other += item.size
+                case FoundTemp():
+                    age = now_ns - item.changed_ns
+                    if item.namespace != chore.namespace or age >= chore.young * 1e9:
+                        other += item.size
+                case FolderMade(rank=None):
+                    other += NAMESPACE_BYTES
+                case FolderMade() if item.namespace != chore.namespace:
+                    other += FOLDER_BYTES
+                case Unreadable(path=""):
+                    self._tell(Trouble(chore, item.reason.value))
+                    return
+                case Unreadable():
+                    missed += 1
+            if len(piece) >= BATCH:
+                self._tell(ScanPiece(piece))
+                piece = []
+                self._do_others()
+                time.sleep(BREATH)
+        self._tell(ScanPiece(piece))
+        self._tell(ScanEnded(other, time.monotonic() - started, missed))
+
+    def _do_others(self) -> None:
+        """What was asked since the scan began: it may take minutes, and room is made meanwhile."""
+        with self._wake:
+            due = [chore for chore in self._chores if not isinstance(chore, Scan)]
+            self._chores = deque(chore for chore in self._chores if isinstance(chore, Scan))
+        for chore in due:
+            if not self._closing or isinstance(chore, Touch):
+                self._try(chore)
+
+    def _remove(self, names: Sequence[FileName]) -> None:
+        gone, stuck = [], []
+        for name in names:
+            self._step()
+            try:
+                with self._shard(name) as (folder, file):
+                    self._files.unlink(file, dir_fd=folder)
+            except FileNotFoundError:
+                gone.append(name)  # somebody else has removed it
+            except OSError:
+                stuck.append(name)
+            else:
+                gone.append(name)
+        self._tell(Removed(gone, stuck))
+
+    def _touch(self, files: Sequence[tuple[FileName, int]]) -> None:
+        for name, used_ns in files:
+            if time.monotonic() > self._close_by:
+                return
+            self._step()
+            with contextlib.suppress(OSError), self._shard(name) as (folder, file):
+                self._files.utime(file, used_ns, dir_fd=folder)
+
+    def _probe(self, chore: Probe) -> None:
+        there = []
+        for name in chore.files:
+            self._step()
+            with contextlib.suppress(OSError), self._shard(name) as (folder, file):
+                status = self._files.stat(file, dir_fd=folder)
+                if stat.S_ISREG(status.st_mode):
+                    there.append(FoundFile(name, status.st_size, status.st_mtime_ns))
+        self._tell(Probed(chore.job, there))
+
+    @contextlib.contextmanager
+    def _shard(self, name: FileName) -> Iterator[tuple[int, str]]:
+        """The open folder that a file is in, and its name there; no link is followed.
+
+        Raises:
+            OSError: there is no such folder, or it cannot be opened.
+        """
+        file = chunk_file(name.key, name.group)
+        if file is None:
+            raise FileNotFoundError(name.key)
+        with contextlib.ExitStack() as opened:
+            folder = open_root(self._files, self._root)
+            opened.callback(self._files.close, folder)
+            for part in (name.namespace, rank_folder(name.rank), shard_folder(name.key)):
+                folder = open_folder(self._files, part, folder)
+                opened.callback(self._files.close, folder)
+            yield folder, file

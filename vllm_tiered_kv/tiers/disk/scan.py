@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is on disk, and ways to be rid of it. No file is opened, no link below the root followed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_tiered_kv.tiers.disk.files import Files
+from vllm_tiered_kv.tiers.disk.folders import open_folder, open_root
+from vllm_tiered_kv.tiers.disk.names import (
+    IDENTITY_FILE,
+    TEMP_FOLDER,
+    chunk_file,
+    is_temp_file,
+    rank_folder,
+    shard_folder,
+    valid_namespace,
+)
+from vllm_tiered_kv.tiers.disk.walk import (
+    FolderMade,
+    Foreign,
+    Found,
+    FoundTemp,
+    Item,
+    Left,
+    Step,
+    Unreadable,
+    Walk,
+)
+
+__all__ = [
+    "FolderMade",
+    "Foreign",
+    "Found",
+    "FoundTemp",
+    "Item",
+    "Unreadable",
+    "remove_found",
+    "remove_namespace",
+    "scan_root",
+    "sweep_temp",
+]
+
+
+def scan_root(files: Files, root: Path) -> Iterator[Item]:
+    """Everything below `root`, in no order, as it is asked for; memory and descriptors are bounded.
+
+    What vanishes or appears meanwhile may be told or not. Close the iterator to stop early. Never
+    raises OSError.
+    """
+    for step in Walk(files).root(root):
+        if isinstance(step, Step):
+            yield step.item
+
+
+def sweep_temp(
+    files: Files, root: Path, older_than_s: float, *, now_ns: int | None = None
+) -> Iterator[FoundTemp]:
+    """Removes temporary files of all namespaces that nobody has touched for so long.
+
+    Works as it is asked for the next one removed. Never raises OSError.
+
+    Args:
+        now_ns: the time now, nanoseconds since the epoch; by default this machine's.
+    """
+    before = (time.time_ns() if now_ns is None else now_ns) - int(older_than_s * 1e9)
+    for step in Walk(files, only_temp=True).root(root):
+        if not isinstance(step, Step) or not isinstance(step.item, FoundTemp):
+            continue
+        if step.item.changed_ns < before and _unlinked(files, step.name, step.folder):
+            yield step.item
+
+
+def remove_namespace(files: Files, root: Path, namespace: str) -> Iterator[Found | FoundTemp]:
+    """Removes a namespace: our files, then the folders that are empty. Foreign files stay.
+
+    Works as it is asked for the next one removed. Never raises OSError.
+    """
+    if not valid_namespace(namespace):
+        return
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        top = open_root(files, root)
+        stack.callback(_close, files, top)
+        for step in Walk(files).namespace(top, namespace):
+            if isinstance(step, Left):
+                if step.name == namespace and step.folder == top:
+                    _remove_identity(files, top, namespace)
+                with contextlib.suppress(OSError):
+                    files.rmdir(step.name, dir_fd=step.folder)
+            elif isinstance(step.item, (Found, FoundTemp)) and _unlinked(
+                files, step.name, step.folder
+            ):
+                yield step.item
+
+
+def remove_found(files: Files, root: Path, found: Found | FoundTemp) -> bool:
+    """Whether there was such a file, of whatever namespace and rank, and it is gone."""
+    folders = (
+        [found.namespace] if found.rank is None else [found.namespace, rank_folder(found.rank)]
+    )
+    if isinstance(found, Found):
+        name = chunk_file(found.key, found.group)
+        folders.append(shard_folder(found.key))
+    else:
+        name = found.name if is_temp_file(found.name) else None
+        folders += [] if found.rank is None else [TEMP_FOLDER]
+    if name is None or not valid_namespace(found.namespace):
+        return False
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = open_root(files, root)
+            stack.callback(_close, files, folder)
+            for part in folders:
+                folder = open_folder(files, part, folder)
+                stack.callback(_close, files, folder)
+        except OSError:
+            return False
+        return _unlinked(files, name, folder)
+
+
+def _remove_identity(files: Files, top: int, namespace: str) -> None:
+    with contextlib.suppress(OSError):
+        folder = open_folder(files, namespace, top)
+        _unlinked(files, IDENTITY_FILE, folder)
+        _close(files, folder)
+
+
+def _unlinked(files: Files, name: str, folder: int) -> bool:
+    try:
+        files.unlink(name, dir_fd=folder)
+    except OSError:
+        return False
+    return True
+
+
+def _close(files: Files, fd: int) -> None:
+    with contextlib.suppress(OSError):
+        files.close(fd)
