@@ -7,6 +7,7 @@ copies that fail; as many again are held back for up to a tenth of a second.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
@@ -15,9 +16,11 @@ from typing import Any
 
 from vllm_tiered_kv import compat
 from vllm_tiered_kv.connector import TieredKVConnector
+from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.worker.copy import open_copier
 
 VARIABLE = "TIERED_KV_FAULTS"
+FULL_SECONDS = 10
 
 
 class FaultyTieredKVConnector(TieredKVConnector):
@@ -28,6 +31,42 @@ class FaultyTieredKVConnector(TieredKVConnector):
         if role is compat.KVConnectorRole.WORKER:
             seed, rate = os.environ[VARIABLE].split(":")
             self._worker._open_copier = Faults(int(seed), float(rate)).open
+            self._worker._open_files = lambda: FaultyFiles(int(seed), float(rate))
+
+
+class FaultyFiles(Files):
+    """A disk whose calls fail now and then, and that is full for some seconds of each minute."""
+
+    def __init__(self, seed: int, rate: float) -> None:
+        self._rng = random.Random(seed)
+        self._rate = rate
+        self._lock = threading.Lock()
+
+    def _maybe_fail(self) -> None:
+        with self._lock:
+            draw = self._rng.random()
+        if draw < self._rate / 4:  # a chunk takes about four calls
+            raise OSError(errno.EIO, "injected")
+        if draw < self._rate / 2:
+            time.sleep(0.05)
+
+    def open(self, *args: Any, **kwargs: Any) -> int:
+        self._maybe_fail()
+        return super().open(*args, **kwargs)
+
+    def preadv(self, *args: Any) -> int:
+        self._maybe_fail()
+        return super().preadv(*args)
+
+    def pwritev(self, *args: Any) -> int:
+        self._maybe_fail()
+        if time.monotonic() % 60 < FULL_SECONDS:
+            raise OSError(errno.ENOSPC, "injected")
+        return super().pwritev(*args)
+
+    def rename(self, *args: Any, **kwargs: Any) -> None:
+        self._maybe_fail()
+        super().rename(*args, **kwargs)
 
 
 class Faults:

@@ -24,13 +24,13 @@ class Load:
     Args:
         client: the server.
         seed: of everything that is drawn.
-        resets: whether caches are reset now and then.
+        external: whether the connector is reset too now and then, which ends a disk tier's part.
     """
 
-    def __init__(self, client: Client, seed: int, *, resets: bool) -> None:
+    def __init__(self, client: Client, seed: int, *, external: bool) -> None:
         self._client = client
         self._seed = seed
-        self._resets = resets
+        self._external = external
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self.counts = dict.fromkeys(("answered", "checked", "flipped", "aborted", "reset"), 0)
@@ -71,9 +71,9 @@ class Load:
             if draw < 0.12:
                 self._client.abandon(history, after=rng.randrange(3), max_tokens=64)
                 self._count("aborted")
-            elif draw < 0.15 and self._resets:
+            elif draw < 0.15:
                 # Refused while blocks are in use: a busy server may always say no.
-                self._client.reset_prefix_cache(external=rng.random() < 0.3)
+                self._client.reset_prefix_cache(external=self._external and rng.random() < 0.3)
                 self._count("reset")
             history = self._turn(rng, history)
 

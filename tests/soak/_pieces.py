@@ -21,7 +21,19 @@ MODELS = ("llama-tiny", "llama-tiny", "gemma3-tiny")
 FAULT_RATE = 0.02
 MEMORY_GROWTH_MIB = 48.0
 """What the second half of a piece may add: allocators and the server's own books."""
-NON_FAULTS = ("copy_load", "copy_store", "load_failed", "load_dropped", "load_stale", "store")
+DISK_BYTES = 40 << 20
+"""Of the folder that all pieces share, so that chunks are evicted."""
+NON_FAULTS = (
+    "copy_load",
+    "copy_store",
+    "disk_missing",
+    "disk_read",
+    "disk_write",
+    "load_failed",
+    "load_dropped",
+    "load_stale",
+    "store",
+)
 """Failure kinds that injected faults, deadlines and resets explain."""
 
 
@@ -87,20 +99,27 @@ def soak(servers: Pool, path: Path, *, minutes: float, piece_minutes: float) -> 
     while record.seconds < minutes * 60 and not any(piece.wrong for piece in record.pieces):
         left = minutes * 60 - record.seconds
         seed = len(record.pieces) + 1
-        record.pieces.append(run_piece(servers, seed, min(left, piece_minutes * 60)))
+        folder = path.with_suffix(".kv")
+        record.pieces.append(run_piece(servers, seed, min(left, piece_minutes * 60), folder))
         record.write(path)
         print(record.summary(), flush=True)
     return record
 
 
-def run_piece(servers: Pool, seed: int, seconds: float) -> Piece:
+def run_piece(servers: Pool, seed: int, seconds: float, folder: Path) -> Piece:
     """One server under load for so many seconds, then looked at closely, then stopped."""
     rng = random.Random(seed)
     model = rng.choice(MODELS)
     blocks = rng.choice((20, 30, 48)) * (6 if model.startswith("gemma") else 1)
     capacity = rng.choice(("8MiB", "32MiB", "256MiB"))
+    extra: dict[str, Any] = {
+        "cpu": {"capacity": capacity},
+        "load_deadline": rng.choice((0.05, 10.0)),
+    }
+    if with_disk := rng.random() < 0.75:
+        extra["disk"] = {"path": str(folder), "capacity": DISK_BYTES, "min_free": 1}
     config: dict[str, Any] = {
-        **tiered({"cpu": {"capacity": capacity}, "load_deadline": rng.choice((0.05, 10.0))}),
+        **tiered(extra),
         "kv_connector": "FaultyTieredKVConnector",
         "kv_connector_module_path": "tests.soak._faults",
     }
@@ -118,7 +137,13 @@ def run_piece(servers: Pool, seed: int, seconds: float) -> Piece:
         },
         args=["--max-num-seqs=4", "--max-model-len=2048"],
     ) as running:
-        piece = _measure(running, Piece, seed, seconds, model, blocks, capacity)
+        piece = _measure(
+            running, seed, seconds, model, blocks, capacity, folder, external=not with_disk
+        )
+    on_disk = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    if with_disk and on_disk > DISK_BYTES:
+        why = f"{on_disk} bytes in the folder"
+        piece = msgspec.structs.replace(piece, wrong=(*piece.wrong, why))
     if left := leftovers() - before:
         piece = msgspec.structs.replace(piece, wrong=(*piece.wrong, f"left behind: {left}"))
     return piece
@@ -126,16 +151,18 @@ def run_piece(servers: Pool, seed: int, seconds: float) -> Piece:
 
 def _measure(
     running: Running,
-    make: type[Piece],
     seed: int,
     seconds: float,
     model: str,
     blocks: int,
     capacity: str,
+    folder: Path,
+    *,
+    external: bool,
 ) -> Piece:
     client, pid = running.client, running.server.pid
     started = time.monotonic()
-    halves = [Load(client, 2 * seed + half, resets=True) for half in (0, 1)]
+    halves = [Load(client, 2 * seed + half, external=external) for half in (0, 1)]
     prints = []
     wrong: list[str] = []
     for load in halves:
@@ -146,7 +173,7 @@ def _measure(
             break
         if (busy := wait_idle(client)) is not None:
             wrong.append(busy)
-        prints.append(footprint(pid))
+        prints.append(footprint(pid, folder))
     elapsed = time.monotonic() - started
     nothing = Footprint(0, 0.0, 0, 0)
     middle, end = [*prints, nothing, nothing][:2]
@@ -166,7 +193,7 @@ def _measure(
         for name, value in metrics.items()
         if value and name.removeprefix("vllm:tiered_kv_").startswith(_REPORTED)
     }
-    return make(seed, elapsed, model, blocks, capacity, counts, figures, middle, end, tuple(wrong))
+    return Piece(seed, elapsed, model, blocks, capacity, counts, figures, middle, end, tuple(wrong))
 
 
 def _growth(middle: Footprint, end: Footprint) -> list[str]:
