@@ -3,14 +3,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 from tests.scheduler.rank import WrongBytes
-from tests.scheduler.tokens import BLOCK, LAYERS, STATE, extend, root_name
+from tests.scheduler.tokens import BLOCK, LAYERS, STATE, extend, layer_keys, root_name
 from vllm_tiered_kv.scheduler.index import ABSENT, NodeState
+from vllm_tiered_kv.tiers.disk.files import Files
+from vllm_tiered_kv.tiers.disk.format import (
+    HEADER_BYTES,
+    ChunkId,
+    Reason,
+    check_header,
+    check_payload,
+)
+from vllm_tiered_kv.tiers.disk.names import chunk_file, rank_folder, shard_folder
+from vllm_tiered_kv.tiers.disk.scan import Found, scan_root
 
 
 class Audit:
@@ -18,6 +29,9 @@ class Audit:
 
     def __init__(self, sim: Any) -> None:
         self._sim = sim
+        self._seen: dict[Path, tuple[int, int]] = {}
+        self.spoilt: set[Path] = set()
+        """Files that somebody else has damaged."""
         self._named: dict[str, list[int]] = {}
         self._done: set[str] = set()
         self._blocks: dict[bytes, np.ndarray] = {}
@@ -25,6 +39,47 @@ class Audit:
         self._chunks: dict[bytes, np.ndarray] = {}
         self._chains: dict[bytes, tuple[bytes, ...]] = {}
         """For each block hash those of its prefix, itself the last."""
+
+    def remember(self, other: Audit) -> None:
+        """What another engine's hashes stand for: they stand for the same here."""
+        self._blocks |= other._blocks
+        self._chunks |= other._chunks
+        self._chains |= other._chains
+        self.spoilt |= other.spoilt
+
+    def check_files(self, root: Path) -> None:
+        """Every file holds what was computed for its key by the weights the engine began with."""
+        sim = self._sim
+        per_chunk = sim.half.core.geometry.chunk_tokens // BLOCK
+        for found in scan_root(Files(), root):
+            if not isinstance(found, Found):
+                continue
+            path = root / found.namespace / rank_folder(found.rank) / shard_folder(found.key)
+            path /= chunk_file(found.key, found.group)
+            status = path.stat()
+            stamp = (status.st_ino, status.st_ctime_ns)
+            if self._seen.get(path) == stamp:
+                continue
+            self._seen[path] = stamp
+            data = path.read_bytes()
+            state = sim.ranks[0].windows[found.group] == STATE
+            nbytes = LAYERS * BLOCK * 8 * (1 if state else per_chunk)
+            chunk = ChunkId(found.namespace, found.rank, found.key, found.group)
+            header = check_header(memoryview(data), chunk, nbytes)
+            payload = memoryview(data)[HEADER_BYTES:]
+            if isinstance(header, Reason) or check_payload(payload, nbytes, header) is not None:
+                assert path in self.spoilt, f"{path} was not written whole: {header}"
+                continue
+            self.spoilt.discard(path)
+            got = np.frombuffer(payload[:nbytes], dtype=np.int64)
+            keys = layer_keys(len(sim.ranks[0].windows), found.rank)[found.group]
+            names = np.stack([self._blocks[k] for k in self._chains[found.key][-per_chunk:]])
+            if state:
+                want = names[-1][-1] ^ np.repeat(keys[:, None], BLOCK, axis=1)
+            else:
+                want = names[:, None, :] ^ keys[:, None]
+            if not np.array_equal(got, want.reshape(-1)):
+                raise WrongBytes(f"file {path}")
 
     def check(self) -> None:
         """Every stored byte, every byte vLLM would read as cached, and the index."""
@@ -104,13 +159,14 @@ class Audit:
         nodes = {*index._nodes.values(), *index._pinned}
         held = [slot for node in nodes for slot in node.slots if slot != ABSENT]
         held += [slot for node in nodes for slot in node.coming.values()]
+        held += [slot for slots in index._late.values() for slot in slots]
         assert len(held) == len(set(held)), "two chunks in one slot"
         assert len(held) == index.used_slots, (len(held), index.used_slots)
         for node in nodes:
             assert node.pins >= 0, "negative pins"
             assert node.children >= 0, "negative children"
             assert (node in index._pinned) == (node.pins > 0)
-            assert node not in index._leaves or (node.pins == 0 and node.children == 0)
+            assert not index._policy.may_evict(node) or (node.pins == 0 and node.children == 0)
         for key, node in index._nodes.items():
             assert node.state is not NodeState.GONE
             assert node.key == key

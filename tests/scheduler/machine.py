@@ -8,7 +8,10 @@ go and the engine must come to rest with the right answers and nothing lost.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
@@ -23,9 +26,11 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.scheduler.manual import ManualSim, Pace
-from tests.scheduler.neighbour import DESKS, Desk
+from tests.scheduler.neighbour import Desk, beside
 from tests.scheduler.rank import Runner
 from tests.scheduler.sim import BLOCK, STATE, prompt
+from vllm_tiered_kv.tiers.disk.orders import Outcome
+from vllm_tiered_kv.tiers.disk.settings import FOLDER_BYTES
 
 MAX_LEN = 12 * BLOCK
 MAX_PROMPT = 10 * BLOCK
@@ -91,8 +96,25 @@ OPTIONS = st.fixed_dictionaries(
         "neighbour": st.sampled_from(["", "", "first", "second"]),
         "pace": st.sampled_from(list(Pace)),
         "every_step": st.booleans(),
+        "disk_chunks": st.sampled_from([None, None, 6, 30, 400, 400]),
+        "disk": st.fixed_dictionaries(
+            {
+                "shared": st.booleans(),
+                "store_after": st.sampled_from([1, 1, 1, 2]),
+                "min_tokens": st.sampled_from([0, 0, 0, 40]),
+            }
+        ),
     }
 )
+FILE_BYTES = 8192
+"""A file of any chunk here: its header and a payload of at most 4096 bytes."""
+DAMAGES = {
+    "flip": lambda good: good[:5000] + bytes([good[5000] ^ 1]) + good[5001:],
+    "cut": lambda good: good[:-1],
+    "empty": lambda _: b"",
+    "zero": lambda good: bytes(len(good)),
+    "gone": None,
+}
 
 
 TALLY: Counter[str] = Counter()
@@ -110,6 +132,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.trusts = False
         self.stale: set[str] = set()
         """Requests whose load was under way when the connector's cache was reset."""
+        self.root: Path | None = None
+        """The disk tier's folder."""
+        self.place = ""
+        self.given: dict[str, Any] = {}
 
     @initialize(options=OPTIONS)
     def start(self, options: dict[str, Any]) -> None:
@@ -123,19 +149,26 @@ class EngineMachine(RuleBasedStateMachine):
         if STATE in given["windows"]:  # which vLLM keeps for its prefix cache only
             given |= {"enable_prefix_caching": True, "drafts": 0}
             place = ""
+        chunks, disk = given.pop("disk_chunks"), given.pop("disk")
+        if chunks is not None:
+            self.root = Path(tempfile.mkdtemp(prefix="model-of-a-disk-"))
+            files = max(chunks, 2) * groups * FILE_BYTES
+            capacity = int(given["ranks"] * (1.5 * files + FOLDER_BYTES) / 0.95)
+            extra["disk"] = {"path": str(self.root), "capacity": capacity, "min_free": 1, **disk}
         given["num_blocks"] *= groups
         given["capacity_chunks"] = max(given["capacity_chunks"], groups)
-        if place:
-            DESKS["machine"] = self.desk
-            given["beside"] = {
-                place: {
-                    "kv_connector": "Neighbour",
-                    "kv_connector_module_path": "tests.scheduler.neighbour",
-                    "kv_role": "kv_both",
-                    "kv_connector_extra_config": {"desk": "machine"},
-                }
-            }
-        self.sim = ManualSim(**given, extra=extra, eos_every=20, max_model_len=MAX_LEN)
+        self.place = place
+        self.given = {**given, "extra": extra, "eos_every": 20, "max_model_len": MAX_LEN}
+        self._start(pace)
+
+    def _start(self, pace: Pace) -> None:
+        self.desk = Desk()
+        self.version = 0
+        self.stale = set()
+        given = dict(self.given)
+        if self.place:
+            given["beside"] = beside(self.place, self.desk)
+        self.sim = ManualSim(**given)
         self.sim.pace = pace
 
     # -- clients -----------------------------------------------------------------------
@@ -288,9 +321,85 @@ class EngineMachine(RuleBasedStateMachine):
     def hold_reports(self, hold: bool) -> None:
         self.sim.hold_stores = hold
 
-    @rule(seconds=st.sampled_from([0.1, 0.6, 11.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.6, 11.0, 40.0]))
     def wait(self, seconds: float) -> None:
         self.sim.now += seconds
+
+    # -- the disk --------------------------------------------------------------------------
+
+    @precondition(lambda self: self.root is not None)
+    @rule(
+        what=st.sampled_from(
+            ["do", "do", "do", "hear", "hear", "think", "think", "keep", "fail", "drop", "round"]
+        ),
+        rank=AT,
+        at=AT,
+        times=st.integers(1, 6),
+    )
+    def disk_work(self, what: str, rank: int, at: int, times: int) -> None:
+        """Files are read and written, or not, and what is said of it arrives in any order."""
+        agent = self.sim.agent
+        executors = list(agent.executors.values())
+        for _ in range(times):
+            if what in ("do", "fail", "drop"):
+                instead = {"fail": Outcome.FAILED, "drop": Outcome.DROPPED}.get(what)
+                if executors:
+                    executors[rank % len(executors)].do(at, instead)
+            elif what == "hear":
+                agent.hear(at)
+            else:
+                {"think": agent.think, "keep": agent.keep, "round": agent.look_round}[what]()
+
+    @precondition(lambda self: self.root is not None)
+    @rule(how=st.sampled_from([*[None] * 4, Outcome.FAILED, Outcome.DROPPED]))
+    def break_files(self, how: Outcome | None) -> None:
+        """Reads and writes fail from now on, or no longer."""
+        for executor in self.sim.agent.executors.values():
+            executor.broken = how
+
+    @precondition(lambda self: self.root is not None)
+    @rule(at=AT, how=st.sampled_from(sorted(DAMAGES)))
+    def damage(self, at: int, how: str) -> None:
+        """Somebody else does something to a file."""
+        there = sorted(self.root.rglob("*.kv"))
+        if not there:
+            return
+        victim, change = there[at % len(there)], DAMAGES[how]
+        TALLY["files damaged"] += 1
+        if change is None:
+            victim.unlink()
+            return
+        good = victim.read_bytes()
+        if len(good) == FILE_BYTES:
+            self.sim.audit.spoilt.add(victim)
+            victim.write_bytes(change(good))
+
+    @precondition(lambda self: self.root is not None)
+    @rule(
+        gently=st.sampled_from([True, True, False]),
+        pace=st.sampled_from([Pace.ALL, Pace.ALL, *Pace]),
+        at=AT,
+        again=st.integers(1, 4),
+        own=OWN,
+    )
+    def restart(self, gently: bool, pace: Pace, at: int, again: int, own: int) -> None:
+        """The engine ends, perhaps in the midst of things; another has its folder and clients."""
+        if gently:
+            self._come_to_rest()
+        before = self.sim
+        self._end()
+        self._start(pace)
+        self.sim.audit.remember(before.audit)
+        TALLY["restarts"] += 1
+        known = list(before.requests)
+        if pace is Pace.ALL:  # its folder is looked through while nobody comes
+            self._add(prompt(1), max_tokens=1)
+            self.sim.run()
+            self.sim.let_through()
+        for i in range(again if known else 0):
+            name = known[(at + i) % len(known)]
+            tokens = before.tokens[name][: 9 * BLOCK] + prompt(own, seed=100 + i)
+            self._add(tokens, salt=before.salts[name], max_tokens=5)
 
     # -- the neighbour -----------------------------------------------------------------------
 
@@ -353,6 +462,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _check(self) -> None:
         self.sim.audit.check()
+        if self.root is not None:
+            self.sim.audit.check_files(self.root)
         self.sim.check_ledger()
         assert self.sim.counter("failures", "internal") == 0
         for request_id in self.sim.scheduler.requests:
@@ -377,16 +488,23 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             self._come_to_rest()
         finally:
-            TALLY["steps"] += self.sim.steps
-            TALLY["engines"] += 1
-            self._note()
-            self.sim.close()
+            self._end()
+            if self.root is not None:
+                shutil.rmtree(self.root)
+
+    def _end(self) -> None:
+        TALLY["steps"] += self.sim.steps
+        TALLY["engines"] += 1
+        self._note()
+        self.sim.close()
 
     def _come_to_rest(self) -> None:
         sim = self.sim
         sim.pace, sim.hold_stores = Pace.ALL, False
         sim.gate.fail.clear()
         sim.gate.fail_late.clear()
+        for executor in sim.agent.executors.values() if sim.agent is not None else ():
+            executor.broken = None
         self.desk.claim = 0
         self._let_all_end()
         for _ in range(20):
@@ -395,6 +513,7 @@ class EngineMachine(RuleBasedStateMachine):
             sim.let_through()
             sim.half.drain()
             sim.step()
+        sim.let_through()
         sim.check_quiet()
         for request_id, request in sim.requests.items():
             self._check_answer(request_id, request)

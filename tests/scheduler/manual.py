@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
+from tests.scheduler.manual_disk import ManualAgent, ManualExecutor, by_hand
 from tests.scheduler.sim import Sim
 from vllm_tiered_kv.connector import ReportMetadata
 from vllm_tiered_kv.protocol import Direction, JobResult, Setup, WorkerReport
@@ -105,8 +106,13 @@ class ManualSim(Sim):
     """An engine in which copies, reports and time move only by hand."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
         self.now = 0.0
+        with by_hand(lambda: self.now):
+            super().__init__(**options)
+        disk = self.half.core.disk
+        self.agent: ManualAgent | None = disk.agent if disk is not None else None
+        if self.agent is not None:
+            assert self.agent.named.wait(60), "the namespace is not known"
         self.pace = Pace.ALL
         """What goes on while the engine pauses."""
         self.hold_stores = False
@@ -117,7 +123,11 @@ class ManualSim(Sim):
         self.half._endpoint.close()
         self.half._endpoint = self.channel
         self.half._setup = Setup(
-            "", b"", self.half.core.settings.num_slots, self.half.core.geometry.chunk_tokens
+            "",
+            b"",
+            self.half.core.settings.num_slots,
+            self.half.core.geometry.chunk_tokens,
+            *(self.agent.addresses if self.agent is not None else ()),
         )
         self.half.core.clock = lambda: self.now
         for rank in self.ranks:
@@ -131,7 +141,17 @@ class ManualSim(Sim):
                 Direction.STORE: self._lane(worker, Direction.STORE, worker._store_ended),
             }
 
+        def open_disk(setup: Setup, pool: Any) -> None:
+            rank, agent = worker._rank, self.agent
+            sizes = tuple(
+                group.kept_blocks(setup.chunk_tokens) * pages.block_bytes
+                for group, pages in zip(worker._groups, worker._pages.groups, strict=True)
+            )
+            executor = ManualExecutor(rank, agent.reports.append, pool.view, sizes)
+            worker._disk = agent.executors[rank] = executor
+
         worker._open_lanes = open_lanes
+        worker._open_disk = open_disk
         worker._clock = lambda: self.now
         worker._channel = self.channel
         worker._copying = lambda: False  # an idle step waits for no thread: there is none
@@ -149,12 +169,25 @@ class ManualSim(Sim):
         elif self.pace is Pace.ONE_LANE and self.lanes:
             self.lanes[self.steps % len(self.lanes)].finish()
             self._deliver()
+            if self.agent is not None:
+                self._disk_goes_on(self.agent)
 
     def let_through(self) -> None:
         """Every copy ends and every report arrives."""
         for lane in self.lanes:
             lane.finish()
         self._deliver()
+        if self.agent is not None:
+            self.agent.look_round()
+            self.agent.finish()
+
+    def _disk_goes_on(self, agent: ManualAgent) -> None:
+        """A file here, a report there."""
+        agent.think()
+        agent.keep()
+        agent.hear(0)
+        if agent.executors:
+            agent.executors[self.steps % len(agent.executors)].do(0)
 
     def _deliver(self) -> None:
         self.channel.arrived += self.channel.sent + self.late

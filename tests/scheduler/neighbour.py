@@ -7,6 +7,7 @@ Its loads are asynchronous, write to the device pages themselves, and end when t
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,7 +73,21 @@ class Desk:
                 rank.fill(group, at, names[first : first + BLOCK])
 
 
-DESKS: dict[str, Desk] = {}
+DESKS: weakref.WeakValueDictionary[str, Desk] = weakref.WeakValueDictionary()
+
+
+def beside(place: str, desk: Desk) -> dict[str, Any]:
+    """For ``Sim(beside=...)``: a neighbour at this desk, "first" or "second" to our connector."""
+    name = f"desk {id(desk)}"
+    DESKS[name] = desk
+    return {
+        place: {
+            "kv_connector": "Neighbour",
+            "kv_connector_module_path": "tests.scheduler.neighbour",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"desk": name},
+        }
+    }
 
 
 class NeighbourMetadata(KVConnectorMetadata):

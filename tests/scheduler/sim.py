@@ -410,7 +410,7 @@ class Sim:
         )
 
     def settle(self) -> None:
-        """Wait until the ranks have ended all jobs and the scheduler half knows it."""
+        """Wait until all jobs have ended, of the disk too, and the scheduler half knows it."""
         if self.connector is None:
             return
         deadline = time.monotonic() + 20
@@ -421,6 +421,11 @@ class Sim:
             self.pause()
             if self.half.core.ledger.stores:
                 self.step()
+        while (disk := self.half.core.disk) is not None and (disk.writes or disk.reads):
+            self.half.drain()  # without a step: it goes on beside the engine
+            if time.monotonic() > deadline + 40:
+                raise AssertionError("reads or writes of files did not end")
+            self.pause()
         self._collect()
 
     def flush_device(self) -> None:
@@ -464,6 +469,11 @@ class Sim:
             assert not self.half._requests
             assert not self.half.loads._loading
             assert not self.half.core.ledger._readers
+            if (disk := self.half.core.disk) is not None:
+                assert not disk.writes
+                assert not disk._writing
+                assert not disk.reads
+                assert disk.lookups.held == 0
             self.audit.check()
 
     def check_pool(self) -> None:

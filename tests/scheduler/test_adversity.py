@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
+from tests.scheduler.neighbour import Desk, beside
 from tests.scheduler.sim import BLOCK, Runner, Sim, prompt
 
 Make = Callable[..., Sim]
@@ -163,6 +166,47 @@ def test_a_lost_load_lets_those_pass_that_hold_blocks(sim: Make) -> None:
     engine.check_quiet()
 
 
+def test_a_request_whose_load_another_connector_lost_is_computed(sim: Make) -> None:
+    """vLLM still reserves blocks for that load: on a tight device a load of ours would not fit."""
+    desk = Desk()
+    engine = sim(num_blocks=12, beside=beside("first", desk))
+    engine.complete("cold", prompt(160))
+    engine.settle()
+    engine.flush_device()
+    desk.claim = 1
+    engine.add("lost", prompt(160), 2)
+    engine.step()
+    desk.claim = 0
+    desk.finish(engine, 0, well=False)
+    engine.run(limit=100)
+    assert engine.outputs["lost"] == engine.expected("lost")
+    engine.check_quiet()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"windows": (0, 1000), "num_blocks": 23}, {"depth": 2, "role": "kv_producer"}],
+    ids=["one group", "two groups", "async"],
+)
+def test_what_a_request_was_to_compute_when_it_gave_way_is_not_cached(
+    sim: Make, options: dict[str, Any]
+) -> None:
+    """vLLM enters a step's blocks as cached and may then take the request out of the step."""
+    given = {"num_blocks": 12, "scheduling_policy": "priority", **options}
+    engine = sim(long_prefill_token_threshold=3 * BLOCK, **given)
+    engine.add("low", prompt(160), 4, priority=1)
+    engine.add("beside", prompt(5, seed=2))
+    computed = Counter(engine.step().num_scheduled_tokens)
+    engine.add("high", prompt(2 * BLOCK, seed=1), 4)
+    while engine.scheduler.has_requests():
+        computed.update(engine.step().num_scheduled_tokens)
+        engine.check_pool()
+    assert engine.requests["low"].num_preemptions == 1
+    assert (computed["low"], engine.hit_tokens) == (160 + 3, 0)  # the rest was found again
+    assert engine.outputs == {r: engine.expected(r) for r in engine.requests}
+    engine.check_quiet()
+
+
 def test_a_dropped_chunk_does_not_age_its_prefix(sim: Make) -> None:
     engine = sim(capacity_chunks=7)
     engine.complete("old", prompt(3 * BLOCK), 1)
@@ -171,7 +215,10 @@ def test_a_dropped_chunk_does_not_age_its_prefix(sim: Make) -> None:
     engine.complete("new", prompt(3 * BLOCK, seed=1), 1)
     engine.settle()
     index = engine.half.core.index
-    index.discard(next(reversed(index._leaves)))  # the newest chunk is fenced or fails
+    leaves = [node for node in index._nodes.values() if index._policy.may_evict(node)]
+    index.discard(
+        max(leaves, key=lambda node: node.last_used)
+    )  # the newest chunk is fenced or fails
     engine.flush_device()
     engine.complete("other", prompt(4 * BLOCK, seed=2), 1)
     engine.settle()

@@ -374,3 +374,16 @@ def test_chunks_of_more_than_a_window_are_walked_past(sim: Make, depth: int) -> 
     engine.flush_device()
     assert engine.complete("warm", history + prompt(100, seed=3), 1).cpu >= 192
     engine.check_quiet()
+
+
+@pytest.mark.parametrize("eviction", ["lru", "s3fifo", "arc", "cost"])
+def test_every_way_to_evict(sim: Make, eviction: str) -> None:
+    extra = {"cpu": {"capacity": 4096 * 8, "eviction": eviction}}
+    engine = sim(extra=extra)
+    for i in range(6):
+        answer = engine.complete(f"prompt {i % 3} {i}", prompt(100, seed=i % 3), 2)
+        assert answer.output == engine.expected(f"prompt {i % 3} {i}")
+        engine.settle()
+        engine.flush_device()
+    assert engine.counter("chunks", "evicted", "cpu") > 0
+    engine.check_quiet()

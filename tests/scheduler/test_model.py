@@ -23,7 +23,9 @@ STEPS = 10_000
 SEEN = (
     "FINISHED_STOPPED FINISHED_LENGTH_CAPPED FINISHED_ABORTED preemptions chunks|loaded|cpu "
     "chunks|evicted|cpu chunks|failed|cpu failures|load_failed lookups|wait failures|params "
-    "drafts|accepted drafts|rejected neighbour|ended"
+    "drafts|accepted drafts|rejected neighbour|ended restarts hit_tokens|disk chunks|stored|disk "
+    "chunks|loaded|disk chunks|failed|disk chunks|evicted|disk "
+    "failures|disk_damaged"
 ).split()
 """What a run must have come across, or it has not tried what it is for."""
 SETTINGS = settings(
