@@ -7,6 +7,10 @@ A look-up of a 2,000-chunk prompt in an index of 1,000,000 chunks (found whole, 
 at all), the planning of its load, and a step with nothing to do while 256 requests decode.
 The physical limit beside it is as many look-ups of the same keys in a bare ``dict`` of the
 same size: the least that any index in Python can cost.
+
+The same with a disk tier that knows 1,000,000 chunks. A prompt that lies on disk is looked up again
+and again until it is read, and ordered piece by piece: there the dearest of these calls counts, in
+processor time, since the longest of many spans of the wall clock measures who else is running.
 """
 
 from __future__ import annotations
@@ -15,14 +19,19 @@ import argparse
 import functools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from benchmarks._report import Report
 from vllm_tiered_kv.geometry import Geometry, GroupGeometry, GroupKind
+from vllm_tiered_kv.policies import Eviction, make_policy
 from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
+from vllm_tiered_kv.tiers.disk.active import Ended
+from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName, FoundFile
+from vllm_tiered_kv.tiers.disk.orders import Outcome, ReadOrder
+from vllm_tiered_kv.tiers.disk.settings import TierSettings
 
 BLOCK = 16
 PROMPT_CHUNKS = 2_000
@@ -30,7 +39,40 @@ LOOKUP_GOAL_MS = 2.0
 IDLE_GOAL_US = 50.0
 
 
-def make_half(index_chunks: int) -> SchedulerHalf:
+class NoFolder:
+    """Stands for the disk agent's thread, which is not what is measured: a real catalogue."""
+
+    is_readable = is_writable = True
+    is_degraded = False
+    used = evicted = 0
+    addresses = ("", "", b"")
+
+    def __init__(self, keys: Iterable[bytes]) -> None:
+        self.settings = TierSettings("", 1 << 60, 0.95, 0.9, 0, False, 30.0, 1, (1 << 20,), 4096)
+        catalogue = Catalogue(1, make_policy(Eviction.LRU), BLOCK)
+        catalogue.open("ours")
+        catalogue.scan_begins()
+        catalogue.found(FoundFile(FileName("ours", 0, 0, key), 1 << 20, 0) for key in keys)
+        catalogue.scan_ends()
+        self.groups, self.masks = catalogue.groups, catalogue.masks
+        self.ended: list[Ended] = []
+
+    def read(self, orders: Sequence[ReadOrder]) -> bool:
+        self.ended += [Ended(order.job, Outcome.DONE) for order in orders]
+        return True
+
+    def take(self) -> list[Ended]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def take_failures(self) -> list[str]:
+        return []
+
+    def cancel(self, jobs: Sequence[int]) -> None:
+        pass
+
+
+def make_half(index_chunks: int, agent: Any = None) -> SchedulerHalf:
     geometry = Geometry(BLOCK, BLOCK, (GroupGeometry(GroupKind.FULL, BLOCK, 1 << 20),))
     settings = SchedulerSettings(
         geometry,
@@ -41,7 +83,7 @@ def make_half(index_chunks: int) -> SchedulerHalf:
         store_generated=True,
         shares_device_prefixes=True,
     )
-    return SchedulerHalf(settings, None)
+    return SchedulerHalf(settings, None, agent=agent)
 
 
 def fill(half: SchedulerHalf, keys: list[bytes]) -> None:
@@ -66,6 +108,7 @@ def make_request(name: str, hashes: list[bytes], computed: int = 0) -> Any:
         num_tokens=len(hashes) * BLOCK + 1,
         num_prompt_tokens=len(hashes) * BLOCK + 1,
         num_computed_tokens=computed,
+        lora_request=None,
         skip_reading_prefix_cache=False,
         kv_transfer_params=None,
         is_finished=lambda: False,
@@ -85,6 +128,35 @@ def sample(run: Callable[[], object], repeats: int) -> list[float]:
         run()
         times.append(time.perf_counter() - start)
     return times
+
+
+def measure_disk(report: Report, keys: list[bytes], starts: list[int], absent: list[bytes]) -> None:
+    """Look-ups with an empty CPU tier and all on disk, or not there either."""
+    half = make_half(20 * PROMPT_CHUNKS, NoFolder(keys))
+    metric = f"look-up, {PROMPT_CHUNKS} of {len(keys)} chunks on disk"
+    misses, firsts, dearest = [], [], []
+    for i, start in enumerate(starts):
+        half.drain()
+        miss = make_request(f"miss{i}", [bytes(bytearray(key)) for key in absent])
+        misses += sample(functools.partial(half.find, miss, 0), 1)
+        half.finished(miss, [[]])
+        hashes = [bytes(bytearray(key)) for key in keys[start : start + PROMPT_CHUNKS]]
+        request = make_request(f"disk{i}", hashes)
+        calls = []
+        answer = None
+        while answer is None:
+            half.drain()  # a step's; what has been read is taken in there
+            begun = time.thread_time()
+            answer, _ = half.find(request, 0)
+            calls.append(time.thread_time() - begun)
+        if answer != PROMPT_CHUNKS * BLOCK:
+            raise RuntimeError(f"{answer} tokens were found")
+        firsts.append(calls[0])
+        dearest.append(max(calls))
+        half.finished(request, [[]])
+        half.core.index.clear()
+    for arm, times in (("none found", misses), ("first call", firsts), ("dearest call", dearest)):
+        report.add(metric, arm, [t * 1e3 for t in times], "ms", goal=LOOKUP_GOAL_MS, at_most=True)
 
 
 def main() -> None:
@@ -149,8 +221,10 @@ def main() -> None:
     report.add(f"planning a load of {PROMPT_CHUNKS} chunks", "ours", [t * 1e3 for t in times], "ms")
     half.loads.jobs.clear()
 
-    for running in (1, 256):
-        half = make_half(1000)
+    measure_disk(report, keys, starts, absent)
+
+    for running, agent in ((1, None), (256, None), (256, NoFolder(keys))):
+        half = make_half(1000, agent)
         scheduled = {}
         for i in range(running):
             request = make_request(f"r{i}", [], computed=BLOCK)
@@ -158,7 +232,7 @@ def main() -> None:
             request.num_computed_tokens = 1
             scheduled[request.request_id] = 1
         output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=None)
-        idle = SimpleNamespace(finished_recving=None, failed_recving=set())
+        idle = SimpleNamespace(finished_recving=None, failed_recving=set(), invalid_block_ids=set())
         half.take_stats()
 
         def step(h: SchedulerHalf = half, o: Any = output, e: Any = idle) -> None:
@@ -170,7 +244,7 @@ def main() -> None:
         times = sample(step, repeats * 10)
         report.add(
             f"step with nothing to do, {running} running",
-            "ours",
+            "ours" if agent is None else f"ours, {chunks} chunks on disk",
             [t * 1e6 for t in times],
             "us",
             goal=IDLE_GOAL_US,

@@ -17,7 +17,7 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-GPU, CPU = "GPU", "CPU"
+GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
 
 
 class Clears(enum.Enum):

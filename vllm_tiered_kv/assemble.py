@@ -13,9 +13,11 @@ from vllm_tiered_kv.channel import SchedulerEndpoint
 from vllm_tiered_kv.config import Options, check_capacity, memory_limit, parse_options
 from vllm_tiered_kv.contract import check
 from vllm_tiered_kv.geometry import Geometry, GroupGeometry, plan_geometry
+from vllm_tiered_kv.policies import Eviction
 from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
 from vllm_tiered_kv.startup import NamespaceTask, announce, warn_about_memory, warn_about_policy
+from vllm_tiered_kv.tiers.disk.open import admission_of, open_disk
 from vllm_tiered_kv.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
 from vllm_tiered_kv.log import get_logger
 
 logger = get_logger(__name__)
+
+STAGING_BYTES = 2 << 30
+"""Host memory that a disk tier passes through where there is no CPU tier, all ranks together ..."""
+STAGING_SHARE = 0.1
+"""... and at most this share of the machine's."""
+MIN_STAGED_CHUNKS = 16
 
 
 def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerHalf:
@@ -35,7 +43,8 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     check.warn(compat.VERDICT, logger)
     options = _options(vllm_config)
     warn_about_policy(vllm_config)
-    warn_about_memory(options.cpu.capacity)
+    if options.cpu is not None:
+        warn_about_memory(options.cpu.capacity)
     geometry = _geometry(vllm_config, kv_cache_config, options)
     ranks = compat.world_size(vllm_config)
     num_slots = _num_slots(vllm_config, options, geometry, ranks)
@@ -47,11 +56,20 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         store_generated=options.store_generated,
         trust_after_reset=options.trust_after_reset,
         shares_device_prefixes=compat.has_prefix_caching(vllm_config),
+        admission=admission_of(options.disk) if options.disk is not None else None,
+        withdraws=compat.schedules_by_priority(vllm_config),
+        eviction=options.cpu.eviction if options.cpu is not None else Eviction.LRU,
         event_groups=compat.event_groups(vllm_config, kv_cache_config),
     )
-    task = NamespaceTask(vllm_config, kv_cache_config, geometry.chunk_tokens)
-    announce(geometry, num_slots, ranks, task.first_words())
-    return SchedulerHalf(settings, _endpoint(), on_shutdown=task.close)
+    agent = None
+    if options.disk is not None:
+        share = compat.largest_layer_share(vllm_config)
+        agent = open_disk(options.disk, geometry, num_slots, ranks, share)
+    task = NamespaceTask(
+        vllm_config, kv_cache_config, geometry.chunk_tokens, agent.open if agent else None
+    )
+    announce(options, geometry, num_slots, ranks, task.first_words())
+    return SchedulerHalf(settings, _endpoint(), on_shutdown=task.close, agent=agent)
 
 
 def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerHalf:
@@ -71,7 +89,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         geometry.groups,
         # vLLM computes again from the first bad block on: that needs every block before it.
         report_blocks=len(groups) == 1 and geometry.keeps_all,
-        memory=int(options.cpu.capacity) // compat.world_size(vllm_config),
+        memory=_memory(vllm_config, options, geometry) // compat.world_size(vllm_config),
         find_adapters=compat.find_adapters(vllm_config),
     )
 
@@ -102,17 +120,29 @@ def _geometry(
 
 def _num_slots(vllm_config: VllmConfig, options: Options, geometry: Geometry, ranks: int) -> int:
     """Slots on each rank; a chunk takes one a KV cache group."""
+    slot = _slot_bytes(vllm_config, geometry) * ranks
+    if options.cpu is not None:
+        floor = slot * len(geometry.groups)
+        check_capacity("cpu.capacity", options.cpu.capacity, floor=floor, limit=memory_limit())
+    return _memory(vllm_config, options, geometry) // slot
+
+
+def _memory(vllm_config: VllmConfig, options: Options, geometry: Geometry) -> int:
+    """Bytes of host memory for slots, all ranks together."""
+    if options.cpu is not None:
+        return int(options.cpu.capacity)
+    # All that comes from disk and goes there passes through slots.
+    chunk = _slot_bytes(vllm_config, geometry) * len(geometry.groups)
+    least = MIN_STAGED_CHUNKS * chunk * compat.world_size(vllm_config)
+    return max(least, min(STAGING_BYTES, int(STAGING_SHARE * memory_limit())))
+
+
+def _slot_bytes(vllm_config: VllmConfig, geometry: Geometry) -> int:
+    """Of the largest rank."""
     # Of the other stages only the number of their layers is known here, not whose groups they
     # are: a rank that needs more has fewer slots, and says so.
     share = compat.largest_layer_share(vllm_config)
-    slot = geometry.align_slot(math.ceil(geometry.slot_bytes * share)) * ranks
-    check_capacity(
-        "cpu.capacity",
-        options.cpu.capacity,
-        floor=slot * len(geometry.groups),
-        limit=memory_limit(),
-    )
-    return int(options.cpu.capacity) // slot
+    return geometry.align_slot(math.ceil(geometry.slot_bytes * share))
 
 
 def _endpoint() -> SchedulerEndpoint | None:

@@ -11,9 +11,11 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
+
+from vllm_tiered_kv.policies import Eviction
 
 _UNITS = {
     "": 1,
@@ -77,12 +79,40 @@ class CpuOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     capacity: Size
     """Host memory for this engine's chunks, divided over its ranks."""
+    eviction: Eviction = Eviction.LRU
+    """What goes first."""
+
+
+class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The disk tier."""
+
+    path: str
+    """The folder; absolute. Several engines may name the same one."""
+    capacity: Size
+    """Bytes the whole folder may hold, whoever wrote them."""
+    min_free: Size = Size(1 << 30)
+    """Bytes of the file system that stay free."""
+    high_water: float = 0.95
+    """Share of the capacity from which chunks are evicted in the background."""
+    low_water: float = 0.9
+    """Share of the capacity down to which they are."""
+    shared: bool = False
+    """Find also what other engines write after this one has started."""
+    eviction: Eviction = Eviction.LRU
+    """What goes first."""
+    min_tokens: int = 0
+    """Prompts shorter than this are not written."""
+    store_after: int = 1
+    """Write a chunk the n-th time it is seen."""
+    io_deadline: float = 30.0
+    """Seconds after which an I/O call counts as hung and the tier is left alone for a while."""
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All of ``kv_connector_extra_config``."""
 
-    cpu: CpuOptions
+    cpu: CpuOptions | None = None
+    disk: DiskOptions | None = None
     store_generated: bool = True
     """Also store chunks that hold generated tokens, not only prompt tokens."""
     chunk_tokens: int | None = None
@@ -101,10 +131,10 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
         ConfigError: naming the key, the value and the nearest valid key.
     """
     _refuse_unknown_keys(raw, Options, "")
-    if "cpu" not in raw:
+    if raw.get("cpu") is None and raw.get("disk") is None:
         raise ConfigError(
             "kv_connector_extra_config: no tier is configured; give at least "
-            '{"cpu": {"capacity": "32GiB"}}'
+            '{"cpu": {"capacity": "32GiB"}} or {"disk": {"path": "/mnt/kv", "capacity": "500GiB"}}'
         )
     try:
         options = msgspec.convert(dict(raw), Options, dec_hook=_decode)
@@ -116,7 +146,27 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
         raise ConfigError(
             f"load_deadline: {options.load_deadline!r} must be above 0 and at most 3600 seconds"
         )
+    if options.disk is not None:
+        _check_disk(options.disk)
     return options
+
+
+def _check_disk(disk: DiskOptions) -> None:
+    if not Path(disk.path).is_absolute() or "\0" in disk.path:
+        raise ConfigError(f"disk.path: {disk.path!r} must be an absolute path")
+    if not 0 < disk.low_water <= disk.high_water <= 1:
+        raise ConfigError(
+            f"disk.low_water: {disk.low_water!r} must be above 0 and at most disk.high_water, "
+            f"{disk.high_water!r}, and that at most 1"
+        )
+    if not 0 <= disk.min_tokens <= 1 << 30:
+        raise ConfigError(f"disk.min_tokens: {disk.min_tokens!r} must not be negative")
+    if not 1 <= disk.store_after <= 15:
+        raise ConfigError(f"disk.store_after: {disk.store_after!r} must be from 1 to 15")
+    if not 0.1 <= disk.io_deadline <= 3600:
+        raise ConfigError(
+            f"disk.io_deadline: {disk.io_deadline!r} must be from 0.1 to 3600 seconds"
+        )
 
 
 def _decode(kind: type, value: object) -> object:
@@ -137,17 +187,25 @@ def _refuse_unknown_keys(raw: object, kind: type, path: str) -> None:
             raise ConfigError(
                 f"{name}: unknown key (value {value!r}); the nearest valid key is {nearest}"
             )
-        nested = fields[key]
-        if isinstance(nested, type) and issubclass(nested, msgspec.Struct):
+        nested = _struct(fields[key])
+        if nested is not None and value is not None:
             _refuse_unknown_keys(value, nested, name)
+
+
+def _struct(kind: Any) -> type[msgspec.Struct] | None:
+    """The struct that a field holds, also where it may be left out."""
+    for one in (kind, *get_args(kind)):
+        if isinstance(one, type) and issubclass(one, msgspec.Struct):
+            return one
+    return None
 
 
 def _nearest(name: str, path: str, fields: Mapping[str, Any]) -> str:
     """What was probably meant, written as it has to be written."""
     leaf = name.rpartition(".")[2]
     for parent, kind in fields.items():  # nested options written flat, or with a dot
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            inside = [field.name for field in msgspec.structs.fields(kind)]
+        if (nested := _struct(kind)) is not None:
+            inside = [field.name for field in msgspec.structs.fields(nested)]
             if leaf in inside:
                 return f'{parent}.{leaf}: {{"{parent}": {{"{leaf}": ...}}}}'
     near = difflib.get_close_matches(leaf, fields, n=1, cutoff=0.0)

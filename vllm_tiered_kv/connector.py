@@ -63,7 +63,7 @@ def _refusals_said() -> Iterator[None]:
 
 
 class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]
-    """Saves KV blocks to a CPU tier and loads them back when a prompt prefix returns."""
+    """Saves KV blocks to CPU and disk tiers; loads them back when a prompt prefix returns."""
 
     _cache_hit_source = compat.CacheHitSource.HOST
 
@@ -116,7 +116,12 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
     ) -> dict[CacheHitSource, int]:
         if num_external_tokens <= 0:
             return {}
-        return {compat.CacheHitSource.HOST: num_external_tokens}
+        disk = self._scheduler.from_disk(request, num_external_tokens)
+        sources = {
+            compat.CacheHitSource.HOST: num_external_tokens - disk,
+            compat.CacheHitSource.DISK: disk,
+        }
+        return {source: tokens for source, tokens in sources.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         return StepMetadata(self._scheduler.build_plan(scheduler_output))

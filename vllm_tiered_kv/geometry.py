@@ -63,7 +63,7 @@ class Geometry(msgspec.Struct, frozen=True):
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot on one rank: a chunk of the largest group, aligned."""
-        largest = max(self.kept_blocks(g) * self.groups[g].block_bytes for g in self.group_ids)
+        largest = max(self.part_bytes(group) for group in self.group_ids)
         return self.align_slot(largest)
 
     @staticmethod
@@ -74,6 +74,11 @@ class Geometry(msgspec.Struct, frozen=True):
     def keeps_all(self) -> bool:
         """Every group needs all blocks of a prefix: there are no windows and no states."""
         return all(group.kind is GroupKind.FULL for group in self.groups)
+
+    @property
+    def full_groups(self) -> int:
+        """Bit ``g``: group ``g`` needs every chunk of a prefix."""
+        return sum(1 << g for g in self.group_ids if self.groups[g].kind is GroupKind.FULL)
 
     @property
     def has_states(self) -> bool:
@@ -88,6 +93,10 @@ class Geometry(msgspec.Struct, frozen=True):
 
     def kept_blocks(self, group: int) -> int:
         return self.groups[group].kept_blocks(self.chunk_tokens)
+
+    def part_bytes(self, group: int) -> int:
+        """Bytes of a chunk's part in one group, on a rank whose layers are as described."""
+        return self.kept_blocks(group) * self.groups[group].block_bytes
 
 
 def plan_geometry(

@@ -34,7 +34,7 @@ class Metric(msgspec.Struct, frozen=True):
         return _SEPARATOR.join((self.name, *values))
 
 
-TIERS = ("cpu",)
+TIERS = ("cpu", "disk")
 DIRECTIONS = ("store", "load")
 EVENTS = ("stored", "loaded", "evicted", "dropped", "failed")
 RESULTS = ("hit", "miss", "wait", "skipped")
@@ -43,6 +43,13 @@ KINDS = (
     "adapter_limit",
     "copy_load",
     "copy_store",
+    "disk_damaged",
+    "disk_folder",
+    "disk_hung",
+    "disk_missing",
+    "disk_read",
+    "disk_remove",
+    "disk_write",
     "foreign",
     "hung",
     "internal",
@@ -100,8 +107,13 @@ COUNTERS = (LOOKUPS, HIT_TOKENS, BYTES, SECONDS, CHUNKS, FAILURES, HOOK_SECONDS)
 
 CAPACITY = Metric("capacity_bytes", ("tier",), "Size of the tier, over all ranks.")
 USAGE = Metric("usage_bytes", ("tier",), "Bytes of the tier that hold chunks.")
-IN_FLIGHT = Metric("jobs_in_flight", ("direction",), "Copy jobs not yet finished.")
-GAUGES = (CAPACITY, USAGE, IN_FLIGHT)
+IN_FLIGHT = Metric(
+    "jobs_in_flight",
+    ("direction",),
+    "Jobs not yet finished: store, load (device), write, read (disk).",
+)
+DEGRADED = Metric("degraded", ("tier",), "1 while a tier is left alone because of trouble.")
+GAUGES = (CAPACITY, USAGE, IN_FLIGHT, DEGRADED)
 
 
 class Tally:

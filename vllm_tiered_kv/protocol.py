@@ -96,6 +96,12 @@ class Setup(msgspec.Struct, frozen=True, array_like=True):
     """What messages on the side channel begin with."""
     num_slots: int
     chunk_tokens: int
+    disk_reports: str = ""
+    """Where a rank's reports to the disk agent go; empty: there is no disk tier."""
+    disk_orders: str = ""
+    """Where the agent's orders come from."""
+    disk_secret: bytes = b""
+    """What messages from and to the agent begin with."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

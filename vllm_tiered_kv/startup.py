@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from vllm_tiered_kv import identity
-from vllm_tiered_kv.config import available_memory, format_size
+from vllm_tiered_kv.config import Options, available_memory, format_size
 from vllm_tiered_kv.geometry import Geometry, describe
 
 if TYPE_CHECKING:
@@ -25,8 +28,15 @@ class NamespaceTask:
     """Finds the namespace in the background and says it, at the latest with a second line."""
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        chunk_tokens: int,
+        on_known: Callable[[str, Mapping[str, object]], None] | None = None,
     ) -> None:
+        """``on_known`` is given the namespace's name and, in plain words, what it stands for; on
+        another thread."""
+        self._on_known = on_known
         self._lock = threading.Lock()
         self._announced = False
         self.namespace: identity.Namespace | None = None
@@ -64,18 +74,46 @@ class NamespaceTask:
             late = self._announced
         if late:
             logger.info("tiered-kv: namespace: %s", _words(namespace))
+        if self._on_known is None:
+            return
+        if not namespace.persistent:
+            logger.warning(
+                "tiered-kv: WHAT THIS ENGINE WRITES TO DISK IS LOST WITH IT: no other engine, and "
+                "not this one after a restart, can find it, because %s",
+                namespace.reason,
+            )
+        self._on_known(namespace.name, describe_namespace(namespace))
 
 
-def announce(geometry: Geometry, num_slots: int, ranks: int, namespace: str) -> None:
+def announce(
+    options: Options, geometry: Geometry, num_slots: int, ranks: int, namespace: str
+) -> None:
     """The start-up line."""
+    memory = "cpu" if options.cpu is not None else "host memory to pass through"
+    disk = ""
+    if options.disk is not None:
+        disk = f", disk {format_size(options.disk.capacity)} in {options.disk.path}"
     logger.info(
-        "tiered-kv: tiers: cpu %s (%d slots on each of %d ranks); chunk: %s; namespace: %s",
+        "tiered-kv: tiers: %s %s (%d slots on each of %d ranks)%s; chunk: %s; namespace: %s",
+        memory,
         format_size(num_slots * geometry.slot_bytes * ranks),
         num_slots,
         ranks,
+        disk,
         describe(geometry),
         namespace,
     )
+
+
+def describe_namespace(namespace: identity.Namespace) -> dict[str, object]:
+    """What a namespace stands for, as plain data."""
+    return {
+        "namespace": namespace.name,
+        "means": msgspec.to_builtins(namespace.semantic),
+        "layout": msgspec.to_builtins(namespace.layout),
+        "kept_beyond_the_process": namespace.persistent,
+        "why_not": namespace.reason,
+    }
 
 
 def warn_about_memory(capacity: int) -> None:

@@ -17,6 +17,8 @@ from vllm_tiered_kv.compat.blocks import (
     is_free,
     is_unused,
     null_block_id,
+    preempted,
+    uncache_blocks,
     watch_blocks,
 )
 from vllm_tiered_kv.compat.events import (
@@ -66,7 +68,11 @@ from vllm_tiered_kv.compat.parallel import (
     worker_rank,
     world_size,
 )
-from vllm_tiered_kv.compat.supported import check_supported, has_prefix_caching
+from vllm_tiered_kv.compat.supported import (
+    check_supported,
+    has_prefix_caching,
+    schedules_by_priority,
+)
 from vllm_tiered_kv.compat.unsupported import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -127,7 +133,10 @@ __all__ = [
     "largest_layer_share",
     "lora_of",
     "null_block_id",
+    "preempted",
+    "schedules_by_priority",
     "torch_version",
+    "uncache_blocks",
     "uses_modelscope",
     "vllm_version",
     "watch_blocks",

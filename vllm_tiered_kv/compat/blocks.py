@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_kv.compat.unsupported import UnsupportedModel
@@ -62,6 +63,23 @@ def is_unused(pool: BlockPool) -> bool:
     """Whether no request holds a block and no block is in the prefix cache."""
     free = pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
     return free and not len(pool.cached_block_hash_to_block)
+
+
+def preempted(output: SchedulerOutput) -> Collection[str]:
+    """Requests that lost their blocks while this step was planned, or since the one before."""
+    return output.preempted_req_ids or ()
+
+
+def uncache_blocks(pool: BlockPool, hashes: Iterable[Any], groups: Iterable[int]) -> None:
+    """Take every block with one of these hashes out of the prefix cache.
+
+    Whoever holds such a block keeps it.
+    """
+    for block_hash, group in itertools.product(hashes, groups):
+        last = None
+        while (found := pool.get_cached_block(block_hash, [group])) and found[0] is not last:
+            last = found[0]
+            pool.evict_blocks({last.block_id})
 
 
 def watch_blocks(pool: BlockPool, block_ids: Iterable[int], on_reuse: Any) -> None:

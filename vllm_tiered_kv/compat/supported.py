@@ -19,6 +19,11 @@ def has_prefix_caching(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.cache_config.enable_prefix_caching)
 
 
+def schedules_by_priority(vllm_config: VllmConfig) -> bool:
+    """Whether requests with a higher priority take blocks from those with a lower one."""
+    return bool(vllm_config.scheduler_config.policy == "priority")
+
+
 def tells_of_sleep() -> bool:
     """Whether this vLLM tells connectors before it takes KV memory away (0.33 does)."""
     return all(

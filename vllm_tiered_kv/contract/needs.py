@@ -123,7 +123,10 @@ _SCHEDULING = [
         "kv_transfer_params skip_reading_prefix_cache",
     ),
     _call(f"{_REQUEST}.is_finished"),
-    *_read(f"{_OUTPUT}:SchedulerOutput", "num_scheduled_tokens kv_connector_block_state"),
+    *_read(
+        f"{_OUTPUT}:SchedulerOutput",
+        "num_scheduled_tokens kv_connector_block_state preempted_req_ids",
+    ),
     _call(f"{_OUTPUT}:KVConnectorBlockState.get_block_ids", "req_id"),
     *_read(f"{_OUTPUT}:KVConnectorBlockState", "boundary_state_offloads"),
     *_read(
@@ -134,6 +137,8 @@ _SCHEDULING = [
     _call(f"{_POOL}.touch", "blocks", Use.SCHEDULER),
     _call(f"{_POOL}.unpin_blocks", "blocks on_reuse", Use.SCHEDULER),
     _call(f"{_POOL}.get_num_free_blocks", use=Use.SCHEDULER),
+    _call(f"{_POOL}.get_cached_block", "block_hash kv_cache_group_ids", Use.SCHEDULER),
+    _call(f"{_POOL}.evict_blocks", "block_ids", Use.SCHEDULER),
     *_read(_POOL, "blocks null_block num_gpu_blocks", Use.SCHEDULER),
     *_read(f"{_UTILS}:KVCacheBlock", "block_id next_free_block"),
 ]
@@ -163,12 +168,13 @@ _CONFIG = [
     *_read(
         "vllm.config:VllmConfig",
         "parallel_config cache_config model_config speculative_config kv_transfer_config "
-        "attention_config",
+        "attention_config scheduler_config",
     ),
     *_read(
         "vllm.config:ParallelConfig",
         "world_size rank decode_context_parallel_size pipeline_parallel_size",
     ),
+    *_read("vllm.config:SchedulerConfig", "policy"),
     *_read("vllm.config:CacheConfig", "enable_prefix_caching kv_cache_layout"),
     *_read(
         "vllm.config:ModelConfig",

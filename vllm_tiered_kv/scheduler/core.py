@@ -5,20 +5,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from vllm_tiered_kv import compat, metrics
 from vllm_tiered_kv.geometry import Geometry
 from vllm_tiered_kv.log import OncePerKind, get_logger
+from vllm_tiered_kv.policies import Eviction
+from vllm_tiered_kv.policies.admission import Admission
 from vllm_tiered_kv.scheduler.adapters import AdapterTable
+from vllm_tiered_kv.scheduler.disk import DiskPlanner
 from vllm_tiered_kv.scheduler.events import EventConverter, TierEvents
-from vllm_tiered_kv.scheduler.index import ChunkIndex
+from vllm_tiered_kv.scheduler.index import ChunkIndex, chunk_policy
 from vllm_tiered_kv.scheduler.jobs import JobLedger
+
+if TYPE_CHECKING:
+    from vllm_tiered_kv.tiers.disk.agent import DiskAgent
 
 logger = get_logger(__name__)
 
 TIER = "cpu"
+MAX_ANNOUNCED = 1 << 20
+"""Chunks on disk that subscribers to KV events are told of at once; each takes memory here."""
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True):
@@ -35,6 +44,12 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     """What was stored before a connector reset may still be offered."""
     shares_device_prefixes: bool
     """vLLM's own prefix caching is on: what one request loads, others find."""
+    admission: Admission | None = None
+    """Which chunks are written to disk; None: all."""
+    withdraws: bool = False
+    """vLLM may take a request out of the step it is planning: it schedules by priority."""
+    eviction: Eviction = Eviction.LRU
+    """What the CPU tier evicts first."""
     event_groups: tuple[compat.EventGroup, ...] | None = None
     """How KV events name each KV cache group's kind; None: KV events are off."""
 
@@ -43,33 +58,52 @@ class Core:
     """Index, jobs, counters and epoch. Scheduler thread only."""
 
     def __init__(
-        self, settings: SchedulerSettings, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: SchedulerSettings,
+        clock: Callable[[], float] = time.monotonic,
+        agent: DiskAgent | None = None,
     ) -> None:
         self.settings = settings
         self.geometry = settings.geometry
-        self.events: TierEvents | None = None
+        self.events = self._events(compat.CPU_MEDIUM, settings.num_slots)
         """What is published of the CPU tier; None where KV events are off."""
-        if settings.event_groups is not None:
-            self.events = TierEvents(
-                EventConverter(settings.geometry, settings.event_groups),
-                compat.CPU_MEDIUM,
-                settings.num_slots,
-                self.fail,
-                self.bug,
-            )
         self.index = ChunkIndex(
             settings.num_slots,
             len(settings.geometry.groups),
             self.events.log if self.events is not None else None,
+            chunk_policy(settings.eviction),
+            settings.geometry.chunk_tokens,
         )
         self.ledger = JobLedger(settings.world_size)
         self.adapters = AdapterTable(settings.world_size)
         self.tally = metrics.Tally()
+        self.disk: DiskPlanner | None = None
+        """The disk tier; None without one."""
+        if agent is not None:
+            chunk_bytes = sum(agent.settings.file_bytes) * agent.settings.ranks
+            max_chunks = min(MAX_ANNOUNCED, agent.settings.capacity // chunk_bytes)
+            self.disk = DiskPlanner(
+                agent,
+                self.index,
+                settings.geometry,
+                settings.num_slots,
+                self.ledger.number,
+                self.tally,
+                settings.load_deadline,
+                settings.admission or Admission(),
+                self._events(compat.DISK_MEDIUM, max_chunks),
+            )
         self.clock = clock
         self.epoch = 0
         """Counts connector resets; what is older than the last is never offered."""
         self.null_block = 0
         self._trouble = OncePerKind(logger)
+
+    def _events(self, medium: compat.EventMedium, max_chunks: int) -> TierEvents | None:
+        if self.settings.event_groups is None:
+            return None
+        converter = EventConverter(self.geometry, self.settings.event_groups)
+        return TierEvents(converter, medium, max_chunks, self.fail, self.bug)
 
     def fail(self, kind: str, message: str) -> None:
         """Count a failure and say it once."""

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What those who follow KV events have been told of one tier, and what they must still be told.
 
-The index says what becomes readable and what is forgotten; :meth:`TierLog.take` hands out the
-difference in bounded pieces. Nothing here knows the format in which it is published.
+The index of the CPU tier says by its nodes what becomes readable and what is forgotten, the disk
+tier by keys; :meth:`TierLog.take` hands out the difference in bounded pieces. Nothing here knows
+the format in which it is published.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -108,11 +110,16 @@ class TierLog:
         self._leaving: dict[bytes, _Told] = {}  # forgotten one by one, to be taken back
         self._shared = SharedHeads()  # of all in _told that are not alone
 
+    @property
+    def told(self) -> Collection[bytes]:
+        """Keys of the chunks that subscribers were told of, and that were not taken back."""
+        return self._told.keys()
+
     def __len__(self) -> int:
         """Chunks of which something is still to be published, or will be when a store ends."""
         return len(self._planned) + len(self._waiting) + len(self._leaving)
 
-    # -- what the index says -----------------------------------------------------------
+    # -- what the index says, by its nodes -------------------------------------------------
 
     def stored(self, node: Node) -> None:
         facts = self._planned.get(node.key)
@@ -122,12 +129,8 @@ class TierLog:
             self.announce(node, facts)
 
     def removed(self, node: Node) -> None:
-        key = node.key
-        self._planned.pop(key, None)
-        self._waiting.pop(key, None)
-        told = self._untell(key)
-        if told is not None:
-            self._leave(key, told, told.groups)
+        self._planned.pop(node.key, None)
+        self.reduced(node.key, 0)
 
     def cleared(self) -> None:
         """All is forgotten at once; it is taken back piece by piece."""
@@ -135,32 +138,71 @@ class TierLog:
         self._planned = {}
         self._waiting.clear()
 
-    # -- what the planner says -----------------------------------------------------------
+    def is_known(self, node: Node) -> bool:
+        """Whether nothing is to be said of a chunk that is in use."""
+        return node.state is not NodeState.READY or self.knows(node.key, _groups(node))
+
+    def announce(self, node: Node, facts: ChunkFacts) -> None:
+        """Queue a chunk that is READY."""
+        self.queue(node.key, _groups(node), facts)
+
+    # -- the same by keys ------------------------------------------------------------------
 
     def planned(self, key: bytes, facts: ChunkFacts) -> None:
         """A chunk is being stored."""
         self._planned[key] = facts
 
-    def is_known(self, node: Node) -> bool:
-        """Whether nothing is to be said of a chunk that is in use."""
-        groups = _groups(node)
-        if node.state is not NodeState.READY or not groups:
+    def ended(self, key: bytes, groups: int) -> None:
+        """The storing of a chunk has ended; bit ``g``: group ``g``'s part can be read now."""
+        facts = self._planned.pop(key, None)
+        if facts is not None and not self.knows(key, groups):
+            self.queue(key, groups, facts)
+
+    def reduced(self, key: bytes, groups: int) -> None:
+        """Parts of a chunk may be gone: these are left."""
+        if (waiting := self._waiting.get(key)) is not None and waiting.groups & ~groups:
+            if left := waiting.groups & groups:
+                self._waiting[key] = StoredChunk(waiting.facts, left)
+            else:
+                del self._waiting[key]
+        told = self._told.get(key)
+        if told is None or not (lost := told.groups & ~groups):
+            return
+        self._untell(key)
+        self._leave(key, told, lost)
+        if (left := told.groups & groups) and told.epoch == self._epoch:
+            self._hold(key, _Told(told.epoch, told.generation, left, told.hashes))
+        elif left:
+            self._leave(key, told, left)
+
+    def knows(self, key: bytes, groups: int) -> bool:
+        """Whether nothing is to be said of a chunk of which these parts can be read."""
+        if not groups:
             return True
-        if (waiting := self._waiting.get(node.key)) is not None:
+        if (waiting := self._waiting.get(key)) is not None:
             return waiting.groups == groups
-        told = self._told.get(node.key)
+        told = self._told.get(key)
         if told is None or told.groups != groups:
             return False
         return told.epoch == self._epoch and told.generation == self._generation
 
-    def announce(self, node: Node, facts: ChunkFacts) -> None:
-        """Queue a chunk that is READY."""
+    def queue(self, key: bytes, groups: int, facts: ChunkFacts) -> None:
+        """Say of a chunk what of it can be read."""
         held = len(self._told) + len(self._leaving)
-        full = len(self._waiting) >= self._max_waiting and node.key not in self._waiting
+        full = len(self._waiting) >= self._max_waiting and key not in self._waiting
         if full or held >= self._max_told:
             self._dropped()
             return
-        self._waiting[node.key] = StoredChunk(facts, _groups(node))
+        self._waiting[key] = StoredChunk(facts, groups)
+
+    def oldest(self, count: int) -> list[bytes]:
+        """Keys of chunks that were told; who asks again is given others, and all in turn."""
+        if self._told and next(iter(self._told.values())).epoch != self._epoch:
+            return []  # those go without a word, and must stay first
+        keys = list(itertools.islice(self._told, count))
+        for key in keys:
+            self._told.move_to_end(key)
+        return keys
 
     def device_cleared(self) -> None:
         """vLLM has said that all blocks are cleared, which some take for every medium.
@@ -210,10 +252,13 @@ class TierLog:
         for old in (self._untell(key), self._leaving.pop(key, None)):
             if old is not None and (gone := old.groups & ~chunk.groups):
                 self._leave(key, old, gone)
-        hashes = chunk.facts.hashes
-        self._told[key] = _Told(self._epoch, self._generation, chunk.groups, hashes)
-        if not _is_alone(key, hashes):
-            self._shared.add(hashes, chunk.groups)
+        told = _Told(self._epoch, self._generation, chunk.groups, chunk.facts.hashes)
+        self._hold(key, told)
+
+    def _hold(self, key: bytes, told: _Told) -> None:
+        self._told[key] = told
+        if not _is_alone(key, told.hashes):
+            self._shared.add(told.hashes, told.groups)
 
     def _untell(self, key: bytes) -> _Told | None:
         told = self._told.pop(key, None)

@@ -117,15 +117,20 @@ class TierEvents:
         self._bug = bug
         self.log = TierLog(num_slots, self._dropped)
 
-    def storing(self, node: Node, request: Request, chunk: int) -> None:
-        """A chunk is being stored; it is announced when the index has it READY."""
+    def storing(self, key: bytes, request: Request, chunk: int) -> None:
+        """A chunk is being stored; it is announced when it can be read."""
         if (facts := self._facts(request, chunk)) is not None:
-            self.log.planned(node.key, facts)
+            self.log.planned(key, facts)
 
     def used(self, node: Node, request: Request, chunk: int) -> None:
         """A chunk that is in the index is in use: announce it if subscribers lack it."""
         if not self.log.is_known(node) and (facts := self._facts(request, chunk)) is not None:
             self.log.announce(node, facts)
+
+    def there(self, key: bytes, groups: int, request: Request, chunk: int) -> None:
+        """These parts of a chunk in use can be read: announce it if subscribers lack it."""
+        if not self.log.knows(key, groups) and (facts := self._facts(request, chunk)) is not None:
+            self.log.queue(key, groups, facts)
 
     def take(self) -> list[Any]:
         """The next events, oldest first; empty when all has been said."""

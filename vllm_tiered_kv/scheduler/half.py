@@ -18,6 +18,7 @@ from vllm_tiered_kv.params import DEFAULT, ParamsError, parse_params
 from vllm_tiered_kv.protocol import Direction, Setup, StepPlan, WorkerReport
 from vllm_tiered_kv.scheduler.adapters import LoraName
 from vllm_tiered_kv.scheduler.core import TIER, Core, SchedulerSettings
+from vllm_tiered_kv.scheduler.disk import Since
 from vllm_tiered_kv.scheduler.loads import LoadPlanner
 from vllm_tiered_kv.scheduler.requests import NEVER, RequestState
 from vllm_tiered_kv.scheduler.states import NO_STATES, States, found_states, kept_states
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         Request,
         SchedulerOutput,
     )
+    from vllm_tiered_kv.tiers.disk.agent import DiskAgent
 
 
 class SchedulerHalf:
@@ -41,6 +43,7 @@ class SchedulerHalf:
         endpoint: the side channel, or None where there is none.
         clock: seconds, monotonic.
         on_shutdown: what else ends with this half.
+        agent: runs the disk tier; None without one.
     """
 
     def __init__(
@@ -49,9 +52,10 @@ class SchedulerHalf:
         endpoint: SchedulerEndpoint | None,
         clock: Callable[[], float] = time.monotonic,
         on_shutdown: Callable[[], None] | None = None,
+        agent: DiskAgent | None = None,
     ) -> None:
         self._on_shutdown = on_shutdown
-        self.core = Core(settings, clock)
+        self.core = Core(settings, clock, agent)
         self.loads = LoadPlanner(self.core)
         self.stores = StorePlanner(self.core, self._drain_once)
         self._endpoint = endpoint
@@ -60,6 +64,7 @@ class SchedulerHalf:
             endpoint.secret if endpoint else b"",
             settings.num_slots,
             settings.geometry.chunk_tokens,
+            *(agent.addresses if agent is not None else ()),
         )
         self._requests: dict[str, RequestState] = {}
         self._parked: set[str] = set()
@@ -88,6 +93,9 @@ class SchedulerHalf:
         self._device_cache = compat.device_cache(pool)
 
     def shutdown(self) -> None:
+        if self.core.disk is not None:
+            self.core.disk.agent.shutdown()
+            self.core.disk = None
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
@@ -134,6 +142,13 @@ class SchedulerHalf:
         """vLLM admits the request and takes ``tokens`` of what was offered."""
         self.loads.allocated(self._state(request), blocks, tokens)
 
+    def from_disk(self, request: Request, tokens: int) -> int:
+        """How many of the tokens that were taken for a request come from disk."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.load is None:
+            return 0
+        return min(tokens, state.load.from_disk)
+
     # -- every step -----------------------------------------------------------------
 
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
@@ -150,7 +165,7 @@ class SchedulerHalf:
             if first:
                 state.lost_load = False
                 self._parked.discard(request_id)
-            computed = state.request.num_computed_tokens + scheduled
+            computed = state.planned = state.request.num_computed_tokens + scheduled
             if computed >= state.next_store_at:
                 tables = functools.partial(_block_tables, output, request_id)
                 try:
@@ -159,6 +174,8 @@ class SchedulerHalf:
                 except Exception:  # noqa: BLE001
                     state.next_store_at = NEVER
                     self.core.bug("planning a store")
+        if self.core.settings.withdraws:
+            self._uncache_withdrawn(output)
         loads, stores = self.loads, self.stores
         plan = StepPlan(
             self._setup,
@@ -176,6 +193,25 @@ class SchedulerHalf:
         self.core.adapters.watch.clear()
         self.core.adapters.unwatch.clear()
         return plan
+
+    def _uncache_withdrawn(self, output: SchedulerOutput) -> None:
+        """Take out of the device's prefix cache what requests were to compute in this step.
+
+        vLLM enters blocks there when it plans to fill them. If it then takes the request out of
+        the step, for one with a higher priority, it leaves them there (vllm-project/vllm#57580),
+        and who found them would read what was never written; and the tier would keep what comes
+        of it. Nobody can have found them yet: vLLM admits no request in such a step.
+        """
+        for request_id in compat.preempted(output):
+            state = self._requests.get(request_id)
+            if state is None or self._pool is None or request_id in output.num_scheduled_tokens:
+                continue
+            geometry = self.core.geometry
+            try:
+                hashes = state.uncomputed(geometry.hash_tokens)
+                compat.uncache_blocks(self._pool, hashes, geometry.group_ids)
+            except Exception:  # noqa: BLE001
+                self.core.bug("taking blocks out of the device's cache")
 
     def _states(
         self,
@@ -205,7 +241,7 @@ class SchedulerHalf:
             # What was computed from these blocks, in this step and in one that is under way,
             # may be in the tier already; which chunks those are is not known.
             self.core.fail("foreign", "another connector's load failed: the tier starts over")
-            self._start_over()
+            self._start_over(Since.THIS_START)
         for request_id in list(output.finished_recving or ()):
             state = self._requests.get(request_id)
             if state is None:
@@ -219,6 +255,8 @@ class SchedulerHalf:
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """The request ends; its blocks are freed when this returns."""
         state = self._requests.get(request.request_id)
+        if state is not None:
+            self.loads.forget_fetch(state)
         if state is None or state.load is not None:
             return  # vLLM keeps the blocks of a load until the ranks have reported it
         del self._requests[request.request_id]
@@ -235,11 +273,13 @@ class SchedulerHalf:
         computed before is as good as what will be, also where it is still being copied.
         """
         if not self.core.settings.trust_after_reset:
-            self._start_over()
+            self._start_over(Since.EVER)
 
-    def _start_over(self) -> None:
+    def _start_over(self, since: Since) -> None:
         self.core.epoch += 1
         self.core.index.clear()
+        if self.core.disk is not None:
+            self.core.disk.forget(since)
         self._notice_device_reset()
         self.stores.reset()
         self.loads.reset()
@@ -257,6 +297,8 @@ class SchedulerHalf:
     def drain(self) -> None:
         """Take in what the ranks sent between steps, once a step; does not wait."""
         self._drained = True
+        if self.core.disk is not None:
+            self.core.disk.take_in()
         if self._endpoint is None or not self.core.ledger.stores:
             return
         for report in self._endpoint.drain():
@@ -278,6 +320,8 @@ class SchedulerHalf:
             metrics.IN_FLIGHT.key("load"): float(len(core.ledger.loads)),
             metrics.IN_FLIGHT.key("store"): float(len(core.ledger.stores)),
         }
+        if core.disk is not None:
+            gauges |= core.disk.gauges()
         if gauges == self._gauges:
             gauges = {}
         else:
@@ -294,7 +338,10 @@ class SchedulerHalf:
         try:
             # Before this call vLLM has taken its own, so a reset of the device is published.
             self._notice_device_reset()
-            return events.take()
+            taken = events.take()
+            if self.core.disk is not None and self.core.disk.events is not None:
+                taken += self.core.disk.events.take()
+            return taken
         except Exception:  # noqa: BLE001
             self.core.bug("publishing KV events")
             return ()
@@ -309,6 +356,8 @@ class SchedulerHalf:
         self._device_cache = cache
         if self.core.events is not None:
             self.core.events.log.device_cleared()
+            if self.core.disk is not None and self.core.disk.events is not None:
+                self.core.disk.events.log.device_cleared()
         if compat.is_unused(self._pool):
             self.core.adapters.device_emptied()
 
@@ -323,7 +372,7 @@ class SchedulerHalf:
         for result in report.results:
             if result.direction is Direction.STORE:
                 if (store := core.ledger.store_result(report.rank, result)) is not None:
-                    self.stores.ended(store)
+                    self.stores.ended(result.job, store)
             elif (load := core.ledger.load_result(report.rank, result)) is not None:
                 self.loads.settled(load)
 

@@ -49,7 +49,16 @@ class ActiveStore(_Job):
 class ActiveLoad(_Job):
     """A prefix on its way into a request's device blocks."""
 
-    __slots__ = ("copies", "failed", "nodes", "request_id", "sources", "stale", "tokens")
+    __slots__ = (
+        "copies",
+        "failed",
+        "from_disk",
+        "nodes",
+        "request_id",
+        "sources",
+        "stale",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -66,6 +75,8 @@ class ActiveLoad(_Job):
         self.sources = sources
         """For each copy the index in ``nodes`` it reads."""
         self.tokens = tokens
+        self.from_disk = 0
+        """Those of ``tokens`` that were read from disk for this load."""
         self.failed: set[int] = set()
         self.stale = False
         """Its bytes are from before a cache reset: it must end as failed."""
@@ -92,14 +103,14 @@ class JobLedger:
         self._readers: dict[int, set[int]] = {}  # device block -> store jobs that read it
 
     def add_store(self, store: ActiveStore) -> int:
-        job = self._number()
+        job = self.number()
         self.stores[job] = store
         for block in store.blocks:
             self._readers.setdefault(block, set()).add(job)
         return job
 
     def add_load(self, load: ActiveLoad) -> int:
-        job = self._number()
+        job = self.number()
         self.loads[job] = load
         return job
 
@@ -139,6 +150,7 @@ class JobLedger:
         del self.loads[result.job]
         return load
 
-    def _number(self) -> int:
+    def number(self) -> int:
+        """The next job's, never given twice."""
         self._next += 1
         return self._next

@@ -10,6 +10,8 @@ from vllm_tiered_kv import metrics
 from vllm_tiered_kv.protocol import JobStatus, LoadJob
 from vllm_tiered_kv.scheduler.adapters import BASE_MODEL, MAX_ADAPTERS, Verdict
 from vllm_tiered_kv.scheduler.core import TIER, Core
+from vllm_tiered_kv.scheduler.disk import TIER as DISK
+from vllm_tiered_kv.scheduler.fetch import Look
 from vllm_tiered_kv.scheduler.groups import usable_chunks
 from vllm_tiered_kv.scheduler.index import Node
 from vllm_tiered_kv.scheduler.jobs import ActiveLoad
@@ -24,11 +26,16 @@ MAX_LOADS = 64
 STORE_PATIENCE = 0.5
 """Seconds a look-up waits at most for a chunk that is on its way into the tier; it takes
 milliseconds, but on a machine whose processors are all busy."""
+LOOK_PATIENCE = 0.2
+"""Seconds a look-up waits at most to see what other engines have written to a shared folder."""
 ADAPTER_PATIENCE = 0.5
 """Seconds the first look-up with a LoRA adapter waits at most for the digest of its weights."""
+CONNECT_PATIENCE = 2.0
+"""Seconds the first look-ups of an engine wait at most for its ranks; it takes milliseconds."""
 MAX_FAILED_LOADS = 1
 """A request whose loads failed so often is computed: it must come to an end. And vLLM still counts
-blocks as reserved for its first load: where the device is tight, a second one might never fit."""
+blocks as reserved for its first load, also another connector's: where the device is tight, a
+second one might never fit."""
 
 
 class LoadPlanner:
@@ -53,7 +60,10 @@ class LoadPlanner:
             return None
         state.restart(core.epoch, core.geometry.chunk_tokens)
         content = state.content
-        allowed = state.params.load and state.failed_loads < MAX_FAILED_LOADS
+        # Until a request whose load was lost is scheduled, vLLM counts blocks as reserved for that
+        # load: where the device is tight, a second one would never fit.
+        allowed = state.params.load and not state.lost_load
+        allowed = allowed and state.failed_loads < MAX_FAILED_LOADS
         if content is None or not allowed or request.skip_reading_prefix_cache:
             return self._answer(state, "skipped", 0)
         # A load may cover the whole prompt: vLLM then computes the last token again. The
@@ -66,9 +76,17 @@ class LoadPlanner:
         key = chunk_key(request.block_hashes, first, core.geometry, content.digest)
         if self._awaits_load(state, key) or self._awaits_store(state):
             return None  # asked again in every step, for every request that waits: stay cheap
+        if self._awaits_disk(state) or self._awaits_ranks(state):
+            return None
         keys = chunk_keys(request.block_hashes, reusable, core.geometry, content.digest)
         run = core.index.ready_run(keys, first)
         usable = usable_chunks(core.geometry, run, first, computed)
+        if core.disk is not None and state.fetch is None and first + usable < len(keys):
+            if self._awaits_look(state, keys, first):
+                return None
+            state.fetch = core.disk.lookups.fetch(keys, first, computed, usable)
+            if self._awaits_disk(state):
+                return None
         end = first + len(run)
         beyond = core.index.get(keys[end]) if end < len(keys) else None
         state.awaited = beyond or next((node for node in run[usable:] if node.coming), None)
@@ -81,11 +99,26 @@ class LoadPlanner:
 
     def allocated(self, state: RequestState, blocks: KVCacheBlocks, tokens: int) -> None:
         """vLLM admits the request and takes ``tokens`` of what was offered."""
-        core = self._core
         offer, state.offer = state.offer, None
         state.counted = False
         state.waiting_since = None
         state.awaited = None
+        state.look = None
+        try:
+            self._begin(state, offer, blocks, tokens)
+        finally:
+            self.forget_fetch(state)
+
+    def forget_fetch(self, state: RequestState) -> None:
+        """What was read from disk for a request is nobody's in particular any more."""
+        fetch, state.fetch = state.fetch, None
+        if fetch is not None and self._core.disk is not None:
+            self._core.disk.lookups.release(fetch)
+
+    def _begin(
+        self, state: RequestState, offer: Offer | None, blocks: KVCacheBlocks, tokens: int
+    ) -> None:
+        core = self._core
         if tokens <= 0 or state.load is not None:
             return
         load = None
@@ -98,6 +131,9 @@ class LoadPlanner:
             # One without copies ends as failed, and the request is computed.
             core.fail("load_plan", "a promised prefix could not be planned; recomputing it")
             load = ActiveLoad(state.request.request_id, (), (), (), 0)
+        elif state.fetch is not None and offer is not None:
+            size = core.geometry.chunk_tokens
+            load.from_disk = offer.tokens_of(state.fetch.read, load.tokens, size)
         for node in load.nodes:
             core.index.pin(node)
             self._loading.setdefault(node.key, load.request_id)
@@ -112,7 +148,9 @@ class LoadPlanner:
         core = self._core
         core.count_copy("load", load.nbytes, load.seconds)
         if load.status is JobStatus.DONE and not load.stale:
-            core.tally.add(metrics.HIT_TOKENS.key(TIER), load.tokens)
+            core.tally.add(metrics.HIT_TOKENS.key(TIER), load.tokens - load.from_disk)
+            if load.from_disk:
+                core.tally.add(metrics.HIT_TOKENS.key(DISK), load.from_disk)
             core.count_chunks("loaded", len(load.nodes))
         else:
             # A load that was called off says nothing about its chunks.
@@ -187,6 +225,37 @@ class LoadPlanner:
         node = state.awaited
         return node is not None and node.is_arriving and self._wait(state, STORE_PATIENCE)
 
+    def _awaits_disk(self, state: RequestState) -> bool:
+        """Whether to ask again later: chunks are being read from disk for the request."""
+        fetch, disk = state.fetch, self._core.disk
+        if fetch is None or fetch.over or disk is None:
+            return False
+        if disk.lookups.goes_on(fetch) and self.may_wait(state):
+            return True
+        fetch.stop()
+        fetch.over = True  # what has arrived is offered, and the rest is computed
+        return False
+
+    def _awaits_ranks(self, state: RequestState) -> bool:
+        """Whether to ask again later: ranks learn of the disk tier with an engine's first step."""
+        disk = self._core.disk
+        connecting = disk is not None and disk.agent.is_connecting
+        return connecting and self._wait(state, CONNECT_PATIENCE)
+
+    def _awaits_look(self, state: RequestState, keys: Sequence[bytes], first: int) -> bool:
+        """Whether to ask again later: it is being seen what other engines have written."""
+        disk = self._core.disk
+        if disk is None or not disk.agent.settings.shared:
+            return False
+        if state.look is None:
+            state.look = Look()
+        if state.look.over:
+            return False
+        if disk.lookups.look(state.look, keys, first) and self._wait(state, LOOK_PATIENCE):
+            return True
+        state.look.over = True
+        return False
+
     def _awaits_load(self, state: RequestState, key: bytes) -> bool:
         """Whether to ask again later: another request is loading this very prefix."""
         core = self._core
@@ -222,7 +291,10 @@ class LoadPlanner:
         plan = plan_load(core.geometry, offer, tokens, tables, core.null_block)
         if plan is None:
             return None
-        core.index.touch(self._prefix(state, offer))
+        prefix = self._prefix(state, offer)
+        core.index.touch(prefix)
+        if core.disk is not None:
+            core.disk.used_now([node.key for node in prefix])
         used = sorted(set(plan.sources))
         place = {source: i for i, source in enumerate(used)}
         nodes = tuple(offer.nodes[source] for source in used)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +14,7 @@ from vllm_tiered_kv.scheduler.index import Node
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import Request
+    from vllm_tiered_kv.scheduler.fetch import Fetch, Look
     from vllm_tiered_kv.scheduler.jobs import ActiveLoad
 
 NEVER = 1 << 62
@@ -30,6 +32,16 @@ class Offer(msgspec.Struct, frozen=True):
     def tokens(self, chunk_tokens: int) -> int:
         return (self.first + len(self.nodes)) * chunk_tokens - self.start
 
+    def tokens_of(self, nodes: Container[Node], taken: int, chunk_tokens: int) -> int:
+        """How many of the first ``taken`` tokens are of these nodes."""
+        end = self.start + taken
+        count = 0
+        for i, node in enumerate(self.nodes, self.first):
+            if node in nodes:
+                first, last = i * chunk_tokens, (i + 1) * chunk_tokens
+                count += max(0, min(end, last) - max(self.start, first))
+        return count
+
 
 class RequestState:
     """One request between its arrival and its end. Mutable; scheduler thread only."""
@@ -40,13 +52,16 @@ class RequestState:
         "counted",
         "epoch",
         "failed_loads",
+        "fetch",
         "load",
+        "look",
         "lora",
         "lost_load",
         "next_chunk",
         "next_store_at",
         "offer",
         "params",
+        "planned",
         "request",
         "tail",
         "unsure",
@@ -68,6 +83,8 @@ class RequestState:
         """The load vLLM waits for."""
         self.next_chunk = 0
         """The first chunk not yet stored or found stored."""
+        self.planned = 0
+        """Its tokens that are computed once the steps planned so far have run."""
         self.tail: Node | None = None
         """The node of the chunk before ``next_chunk``."""
         self.next_store_at = NEVER
@@ -76,6 +93,10 @@ class RequestState:
         """Since when its look-up is answered with "ask again"."""
         self.awaited: Node | None = None
         """The chunk its look-up waited for."""
+        self.fetch: Fetch | None = None
+        """What is read from disk for its look-up; it holds pins until it is given up."""
+        self.look: Look | None = None
+        """What other engines were seen to have written for it."""
         self.failed_loads = 0
         """Loads of this request that did not arrive."""
         self.lost_load = False
@@ -85,6 +106,16 @@ class RequestState:
         counts as computed may never have arrived."""
         self.counted = False
         """Whether this admission's look-up is in the counters."""
+
+    def uncomputed(self, hash_tokens: int) -> Sequence[bytes]:
+        """Hashes of its blocks that no step planned so far fills.
+
+        Of draft tokens that were rejected ``planned`` knows nothing; but of the tokens that are
+        known only the last, which was sampled, may still have to be computed.
+        """
+        computed = min(self.planned, self.request.num_tokens - 1)
+        hashes: Sequence[bytes] = self.request.block_hashes[computed // hash_tokens :]
+        return hashes
 
     def restart(self, epoch: int, chunk_tokens: int) -> None:
         """Nothing of it is computed: it is new, or was preempted, or its load failed."""

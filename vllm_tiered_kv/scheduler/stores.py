@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_tiered_kv import compat
 from vllm_tiered_kv.geometry import Geometry, GroupKind
@@ -12,17 +12,25 @@ from vllm_tiered_kv.protocol import AdapterUse, BlockCopy, JobStatus, StoreJob
 from vllm_tiered_kv.scheduler.core import Core
 from vllm_tiered_kv.scheduler.index import ABSENT, Node, NodeState
 from vllm_tiered_kv.scheduler.jobs import ActiveStore
-from vllm_tiered_kv.scheduler.plan import NO_BLOCKS, blocks_of_chunk, chunk_key
+from vllm_tiered_kv.scheduler.plan import NO_BLOCKS, blocks_of_chunk, chunk_key, chunk_keys
 from vllm_tiered_kv.scheduler.requests import NEVER, RequestState
 from vllm_tiered_kv.scheduler.states import NO_STATES, States
 
 if TYPE_CHECKING:
-    from vllm_tiered_kv.compat import BlockPool, KVCacheBlock
+    from vllm_tiered_kv.compat import BlockPool, KVCacheBlock, Request
 
 MAX_STORES = 4096
 """Chunks on their way out of the device at once."""
 
 BlockTables = Sequence[Sequence[int]]
+
+
+class _Visit(NamedTuple):
+    """A request's chunk that may be stored."""
+
+    request: Request
+    chunk: int
+    adapter: AdapterUse | None
 
 
 class StorePlanner:
@@ -78,11 +86,17 @@ class StorePlanner:
         if target <= state.next_chunk:
             return
         self._walk(state, target, lambda: block_ids, NO_STATES)
+        if self._core.disk is not None and state.content is not None:
+            tokens = state.next_chunk * self._core.geometry.chunk_tokens
+            geometry, digest = self._core.geometry, state.content.digest
+            self._core.disk.used_now(chunk_keys(request.block_hashes, tokens, geometry, digest))
         if (missing := target - state.next_chunk) > 0:
             self._core.count_chunks("dropped", missing)
 
-    def ended(self, store: ActiveStore) -> None:
+    def ended(self, job: int, store: ActiveStore) -> None:
         """Every rank has reported the store."""
+        if self._core.disk is not None:
+            self._core.disk.store_ended(job, good=store.status is JobStatus.DONE)
         core, node = self._core, store.node
         done, failed = store.status is JobStatus.DONE, store.status is JobStatus.FAILED
         if done:
@@ -132,8 +146,11 @@ class StorePlanner:
             return
         hashes = state.request.block_hashes
         tables: BlockTables = ()
+        if core.disk is not None:
+            core.disk.begin()
         found: list[Node] = []
         for chunk in range(state.next_chunk, target):
+            visit = _Visit(state.request, chunk, content.use)
             key = chunk_key(hashes, chunk, core.geometry, content.digest)
             node = core.index.get(key)
             if node is not None:
@@ -141,22 +158,24 @@ class StorePlanner:
                 found.append(node)
                 if core.events is not None:
                     core.events.used(node, state.request, chunk)
+                if core.disk is not None:
+                    core.disk.used(node, state.request, chunk)
                 ends = states.get(chunk, NO_BLOCKS)
                 lacks = _lacks(core.geometry, node, ends)
                 tables = tables or (block_ids() if lacks else ())
-                extends = lacks and self._extend(node, lacks, chunk, tables, ends, content.use)
+                extends = lacks and self._extend(node, lacks, visit, tables, ends)
                 if extends and core.events is not None:
-                    core.events.storing(node, state.request, chunk)
+                    core.events.storing(key, state.request, chunk)
             else:
                 if state.tail is not None and state.tail.state is NodeState.GONE:
                     break  # the prefix was evicted or failed: without it the rest is useless
                 tables = tables or block_ids()
                 ends = states.get(chunk, NO_BLOCKS)
-                node = self._start(key, state.tail, chunk, tables, ends, content.use)
+                node = self._start(key, state.tail, visit, tables, ends)
                 if node is None:
                     break
                 if core.events is not None and node.is_arriving:
-                    core.events.storing(node, state.request, chunk)
+                    core.events.storing(key, state.request, chunk)
             state.tail = node
             state.next_chunk = chunk + 1
         if found:
@@ -167,15 +186,14 @@ class StorePlanner:
         self,
         key: bytes,
         parent: Node | None,
-        chunk: int,
+        visit: _Visit,
         tables: BlockTables,
         states: Mapping[int, int],
-        adapter: AdapterUse | None,
     ) -> Node | None:
         core = self._core
         if not tables or self._pool is None or len(core.ledger.stores) >= MAX_STORES:
             return None
-        parts = blocks_of_chunk(core.geometry, chunk, tables, core.null_block, states)
+        parts = blocks_of_chunk(core.geometry, visit.chunk, tables, core.null_block, states)
         if parts is None:
             return None
         # What leaves a window may be handed out in the next step. That must not cost the chunk
@@ -188,9 +206,9 @@ class StorePlanner:
         if node is None:
             return None
         if now:
-            self._send(self._pool, node, now, node.slots, adapter)
+            self._send(self._pool, node, now, node.slots, visit)
         if later:
-            self._send(self._pool, node, later, node.coming, adapter, extends=tuple(later))
+            self._send(self._pool, node, later, node.coming, visit, extends=tuple(later))
         if not now:
             core.index.commit(node)
             core.index.unpin(node)
@@ -200,20 +218,19 @@ class StorePlanner:
         self,
         node: Node,
         groups: Sequence[int],
-        chunk: int,
+        visit: _Visit,
         tables: BlockTables,
         states: Mapping[int, int],
-        adapter: AdapterUse | None,
     ) -> bool:
         """Add to a chunk those parts of ``groups`` that are here now."""
         core = self._core
         if not tables or self._pool is None or len(core.ledger.stores) >= MAX_STORES:
             return False
-        parts = blocks_of_chunk(core.geometry, chunk, tables, core.null_block, states) or {}
+        parts = blocks_of_chunk(core.geometry, visit.chunk, tables, core.null_block, states) or {}
         missing = {group: part for group, part in parts.items() if group in groups}
         if not missing or not core.index.extend(node, list(missing)):
             return False
-        self._send(self._pool, node, missing, node.coming, adapter, extends=tuple(missing))
+        self._send(self._pool, node, missing, node.coming, visit, extends=tuple(missing))
         return True
 
     def _send(
@@ -222,7 +239,7 @@ class StorePlanner:
         node: Node,
         parts: Mapping[int, tuple[int, ...]],
         slots: Sequence[int] | Mapping[int, int],
-        adapter: AdapterUse | None,
+        visit: _Visit,
         extends: tuple[int, ...] = (),
     ) -> None:
         """Have device blocks, by group, copied into the slots of these groups."""
@@ -230,7 +247,9 @@ class StorePlanner:
         blocks = tuple(block for copy in copies for block in copy.blocks)
         job = self._core.ledger.add_store(ActiveStore(node, blocks, extends))
         compat.watch_blocks(pool, blocks, self._on_reuse)
-        self.jobs.append(StoreJob(job, copies, adapter))
+        self.jobs.append(StoreJob(job, copies, visit.adapter))
+        if self._core.disk is not None:
+            self._core.disk.storing(job, node, tuple(parts), visit.request, visit.chunk)
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
         """vLLM hands a block out again: what still reads it is void from now on."""
@@ -241,7 +260,11 @@ class StorePlanner:
             if ledger.has_readers(block.block_id):
                 compat.watch_blocks(self._pool, (block.block_id,), self._on_reuse)
             return
-        self.fences.extend(ledger.void_readers(block.block_id))
+        voided = ledger.void_readers(block.block_id)
+        self.fences.extend(voided)
+        if self._core.disk is not None:
+            for job in voided:
+                self._core.disk.store_ended(job, good=False)
 
 
 def _lacks(geometry: Geometry, node: Node, states: Mapping[int, int]) -> list[int]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import torch
+import zmq
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.channel import WorkerEndpoint
@@ -39,6 +40,9 @@ from vllm_tiered_kv.protocol import (
     StoreJob,
     WorkerReport,
 )
+from vllm_tiered_kv.tiers.disk.channel import RankSockets
+from vllm_tiered_kv.tiers.disk.executor import DiskExecutor
+from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.worker.adapters import AdapterWatch
 from vllm_tiered_kv.worker.copy import BlockCopies, Copier, CopyError, open_copier
 from vllm_tiered_kv.worker.copy.streaming import streaming_copy
@@ -120,6 +124,8 @@ class WorkerHalf:
         self._hung: list[Lane] = []
         """Closed, and still copying."""
         self._channel: WorkerEndpoint | None = None
+        self._disk: DiskExecutor | None = None
+        self._open_files: Callable[[], Files] = Files
         self._trouble = OncePerKind(logger)
         self._lock = threading.Lock()
         self._copy_ended = threading.Condition(self._lock)
@@ -233,6 +239,22 @@ class WorkerHalf:
             return
         if setup.endpoint:
             self._channel = WorkerEndpoint(setup.endpoint, setup.secret)
+        if setup.disk_orders:
+            self._open_disk(setup, pool)
+
+    def _open_disk(self, setup: Setup, pool: HostPool) -> None:
+        """Be ready for the disk agent's orders."""
+        sizes = tuple(
+            group.kept_blocks(setup.chunk_tokens) * pages.block_bytes if pages.rows else 0
+            for group, pages in zip(self._groups, self._pages.groups, strict=True)
+        )
+        try:
+            sockets = RankSockets(
+                self._rank, setup.disk_reports, setup.disk_orders, setup.disk_secret
+            )
+            self._disk = DiskExecutor(self._rank, sockets, pool.view, sizes, self._open_files())
+        except (OSError, RuntimeError, zmq.ZMQError) as error:
+            self._fail("disk_folder", f"no disk tier on rank {self._rank}: {error}")
 
     def _open_lanes(self) -> None:
         """A lane a direction; in host memory the copying itself takes place on its threads."""
@@ -368,6 +390,9 @@ class WorkerHalf:
         self.adapters.close(CLOSE_TIMEOUT)
         lanes, self._lanes = self._lanes, {}
         ended = [lane.close(CLOSE_TIMEOUT) for lane in (*lanes.values(), *self._hung)]
+        if self._disk is not None:
+            ended.append(self._disk.close(CLOSE_TIMEOUT))
+            self._disk = None
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -469,6 +494,8 @@ class WorkerHalf:
             self._copy_ended.notify_all()
         if self._channel is not None:
             self._channel.send(WorkerReport(self._rank, (result,)))
+        if self._disk is not None and result.status is JobStatus.DONE:
+            self._disk.stored(result)
 
     def _fail(self, kind: str, message: str) -> None:
         self.count(metrics.FAILURES.key(kind), 1)

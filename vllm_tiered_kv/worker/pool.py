@@ -83,6 +83,16 @@ class HostPool:
             raise PoolError("The CPU tier's memory was closed.")
         return tensor
 
+    def view(self, slot: int, nbytes: int) -> memoryview | None:
+        """The first bytes of a slot; None if it may not be used, see `ensure`."""
+        if nbytes > self.slot_bytes or not self.ensure(slot):
+            return None
+        mapping = self._mapping
+        if mapping is None:
+            return None
+        start = slot * self.slot_bytes
+        return memoryview(mapping)[start : start + nbytes]
+
     @property
     def piece_bytes(self) -> int:
         """Copies by the GPU must not cross a multiple of this: pieces are pinned one by one."""

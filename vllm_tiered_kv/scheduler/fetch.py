@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parts of which chunks make the longest hit: a pure function, and what a look-up awaits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm_tiered_kv.geometry import Geometry, GroupKind
+from vllm_tiered_kv.scheduler.index import Node
+
+
+class Fetch:
+    """What one look-up waits for, ordered piece by piece. Mutable; scheduler thread only.
+
+    Args:
+        keys: of the chunks that make the hit, head first.
+        needed: for each of them the groups whose part is needed, as bits.
+        parent: the node of the chunk before the first.
+        slots: slots that are set aside for it, of those that look-ups may hold.
+    """
+
+    __slots__ = (
+        "_waiting",
+        "jobs",
+        "keys",
+        "needed",
+        "next",
+        "nodes",
+        "over",
+        "parent",
+        "read",
+        "slots",
+    )
+
+    def __init__(
+        self, keys: Sequence[bytes], needed: Sequence[int], parent: Node | None, slots: int
+    ) -> None:
+        self.keys = keys
+        self.needed = needed
+        self.parent = parent
+        self.slots = slots
+        self.next = 0
+        """The first chunk that was not come to."""
+        self.nodes: list[Node] = []
+        """The chunks before it, head first; each is pinned."""
+        self.jobs: list[int] = []
+        """Reads that were ordered for it."""
+        self.read: set[Node] = set()
+        """The chunks that come from disk."""
+        self.over = False
+        """It is not waited for any more: what has arrived is offered."""
+        self._waiting: list[Node] = []
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether all has been ordered that will be."""
+        return self.next >= len(self.keys)
+
+    def stop(self) -> None:
+        """Order no more."""
+        self.keys = self.keys[: self.next]
+
+    def takes(self, node: Node) -> None:
+        """The next chunk is this one; it has been pinned."""
+        self.nodes.append(node)
+        self.parent = node
+        self.next += 1
+        if node.is_arriving:
+            self._waiting.append(node)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether any chunk is still on its way; costs next to nothing when asked again."""
+        if not self.is_ordered:
+            return True
+        while self._waiting and not self._waiting[-1].is_arriving:
+            self._waiting.pop()
+        return bool(self._waiting)
+
+
+class Look:
+    """What one request has had looked for: chunks that other engines may have written."""
+
+    __slots__ = ("count", "job", "over", "reach")
+
+    def __init__(self) -> None:
+        self.job: int | None = None
+        self.reach = -1
+        """The first chunk that was looked for; what comes before it is there."""
+        self.count = 1
+        """So many are looked for next: one, and where it is there many."""
+        self.over = False
+
+
+def best_end(
+    geometry: Geometry, could: Sequence[int], first: int, start: int, room: int
+) -> tuple[int, list[int]]:
+    """The longest head of a run that can be loaded, and what of each chunk that takes.
+
+    Args:
+        geometry: the cut.
+        could: for chunks ``first, first + 1, ...``: bit ``g`` where group ``g``'s part can be had;
+            the run ends before a chunk that lacks what is needed of all.
+        first: index of the first chunk.
+        start: tokens the device holds; in or before chunk ``first``.
+        room: slots that may be taken.
+
+    Returns:
+        How many chunks, and for each of them the groups whose part is needed, as bits.
+    """
+    if geometry.keeps_all:
+        best = min(len(could), room // len(geometry.groups))
+        return best, [geometry.full_groups] * best
+    partial = [g for g in geometry.group_ids if geometry.groups[g].kind is not GroupKind.FULL]
+    most = room // len(geometry.groups)
+    gaps = dict.fromkeys(partial, -1)  # last chunk of the run without the part
+    best = 0
+    for i, mask in enumerate(could[:most]):
+        if mask & geometry.full_groups != geometry.full_groups:
+            break
+        usable = True
+        for group in partial:
+            if not mask >> group & 1:
+                gaps[group] = i
+            usable = usable and gaps[group] < _first_needed(geometry, group, first, start, i)
+        if usable:
+            best = i + 1
+    needed = [geometry.full_groups] * best
+    for group in partial:
+        low = max(0, _first_needed(geometry, group, first, start, best - 1))
+        for i in range(low, best):
+            needed[i] |= 1 << group
+    return best, needed
+
+
+def _first_needed(geometry: Geometry, group: int, first: int, start: int, last: int) -> int:
+    """The first chunk, counted from ``first``, that a hit ending with ``last`` needs."""
+    end = (first + last + 1) * geometry.chunk_tokens
+    token = max(start, geometry.groups[group].first_needed_token(end))
+    return token // geometry.chunk_tokens - first

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from disk for look-ups. Scheduler thread only.
+
+A look-up that finds more on disk than in the CPU tier is asked to come back. Each time it does,
+a piece of what it waits for is ordered: no step of the engine pays for a long prompt at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv.geometry import Geometry
+from vllm_tiered_kv.scheduler.fetch import Fetch, Look, best_end
+from vllm_tiered_kv.scheduler.index import ABSENT, ChunkIndex, Node, NodeState
+from vllm_tiered_kv.tiers.disk.orders import Outcome, Part, ReadOrder
+
+if TYPE_CHECKING:
+    from vllm_tiered_kv.tiers.disk.agent import DiskAgent
+
+FETCH_SHARE = 0.75
+"""Share of the slots that may be held for look-ups that wait for files: stores need some too."""
+MAX_READS = 8192
+"""Reads under way at once."""
+PIECE = 64
+"""Chunks ordered at a time."""
+MAX_LOOKS = 64
+"""Requests at once for which other engines' files are looked for."""
+LOOK_GROWTH = 8
+"""By how much more is looked for next where all was there."""
+
+
+class _Read:
+    __slots__ = ("groups", "is_new", "node")
+
+    def __init__(self, node: Node, groups: tuple[int, ...], *, is_new: bool) -> None:
+        self.node = node
+        self.groups = groups
+        self.is_new = is_new
+
+
+class DiskReads:
+    """Orders reads of chunks into slots; each has a pin on its chunk.
+
+    Args:
+        agent: runs the tier.
+        index: the CPU tier's.
+        geometry: the cut.
+        num_slots: slots of the CPU tier.
+        number: gives the next job's number.
+        patience: seconds a look-up waits for its files.
+    """
+
+    def __init__(
+        self,
+        agent: DiskAgent,
+        index: ChunkIndex,
+        geometry: Geometry,
+        num_slots: int,
+        number: Callable[[], int],
+        patience: float,
+    ) -> None:
+        self._agent = agent
+        self._index = index
+        self._geometry = geometry
+        self._number = number
+        self._patience = patience
+        self._reads: dict[int, _Read] = {}
+        self._looks: set[int] = set()
+        self._max_held = max(1, int(FETCH_SHARE * num_slots))
+        self.held = 0
+        """Slots set aside for look-ups."""
+
+    def __len__(self) -> int:
+        return len(self._reads)
+
+    # -- what is there -----------------------------------------------------------------
+
+    def fetch(self, keys: Sequence[bytes], first: int, start: int, usable: int) -> Fetch | None:
+        """Plan to read what lies on disk and makes a longer hit.
+
+        Args:
+            keys: of the prompt's chunks.
+            first: the first chunk that the device does not hold whole.
+            start: tokens the device holds.
+            usable: chunks from ``first`` on that the CPU tier alone can give.
+
+        Returns:
+            What to wait for: :meth:`goes_on` orders it, :meth:`release` gives it up. None: there
+            is nothing to read.
+        """
+        if not self._agent.is_readable:
+            return None
+        could = self._survey(keys, first, usable if self._geometry.keeps_all else 0)
+        room = self._max_held - self.held
+        end, needed = best_end(self._geometry, could, first, start, room)
+        if end <= usable:
+            return None
+        slots = end * len(self._geometry.groups)
+        self.held += slots
+        parent = self._index.get(keys[first - 1]) if first else None
+        return Fetch(keys[first : first + end], needed, parent, slots)
+
+    def look(self, look: Look, keys: Sequence[bytes], first: int) -> bool:
+        """Whether it is being seen what other engines have written of a prompt."""
+        if look.job in self._looks:
+            return True
+        if not self._agent.is_readable or len(self._looks) >= MAX_LOOKS:
+            return False
+        known = max(0, look.reach - first)
+        reach = first + len(self._survey(keys, first, known))
+        if reach >= len(keys) or reach <= look.reach:
+            return False  # all is there, or what was looked for is not
+        if look.reach >= 0:
+            look.count *= LOOK_GROWTH
+        job = self._number()
+        if not self._agent.look_for(job, keys[reach : reach + look.count]):
+            return False
+        self._looks.add(job)
+        look.job, look.reach = job, reach
+        return True
+
+    def _survey(self, keys: Sequence[bytes], first: int, known: int) -> list[int]:
+        """For chunks from ``first`` on, as bits: the groups that are here or on disk.
+
+        Ends before the first chunk that lacks a part which every chunk of a prefix needs; of the
+        first ``known`` chunks it is known that they have those.
+        """
+        always = self._geometry.full_groups
+        could = [always] * known
+        get, simple = self._index.get, self._geometry.keeps_all
+        rest = keys[first + known :]
+        for key, mask in zip(rest, self._agent.masks(rest), strict=True):
+            if not simple or mask != always:
+                node = get(key)
+                if node is not None:
+                    mask |= mask_of(node)
+                if mask & always != always or not mask:
+                    break
+            could.append(mask)
+        return could
+
+    # -- ordering ----------------------------------------------------------------------
+
+    def goes_on(self, fetch: Fetch) -> bool:
+        """Order the next piece; whether anything is still on its way."""
+        if fetch.is_ordered:
+            return fetch.is_under_way
+        orders: list[ReadOrder] = []
+        end = fetch.next + PIECE
+        while not fetch.is_ordered and fetch.next < end and len(self._reads) < MAX_READS:
+            if not self._bring(fetch, orders):
+                fetch.stop()  # no room for more: what comes before it is still worth having
+        if orders and not self._agent.read(orders):
+            fetch.stop()
+            for order in orders:
+                self.ended(order.job, Outcome.DROPPED)
+        return fetch.is_under_way
+
+    def release(self, fetch: Fetch) -> None:
+        """Nobody waits for it any more."""
+        fetch.stop()
+        for node in fetch.nodes:
+            self._index.unpin(node)
+        # A read that only holds its own pin now is of no use to another look-up either.
+        jobs = [job for job in fetch.jobs if job in self._reads and self._reads[job].node.pins == 1]
+        if jobs:
+            self._agent.cancel(jobs)
+        self.held -= fetch.slots
+        fetch.nodes = []
+        fetch.slots = 0
+
+    def _bring(self, fetch: Fetch, orders: list[ReadOrder]) -> bool:
+        """Order what is missing of the next chunk; False if it cannot be had."""
+        index = self._index
+        key, needed = fetch.keys[fetch.next], fetch.needed[fetch.next]
+        node = index.get(key)
+        missing = needed
+        if node is not None:
+            index.adopt(node, fetch.parent)
+            missing = needed & ~mask_of(node)
+            if not missing or node.state is not NodeState.READY:
+                index.pin(node)
+                fetch.takes(node)
+                return True
+        if missing & ~self._agent.groups(key):
+            return False  # it has gone since
+        groups = bits_of(missing)
+        is_new = node is None
+        if node is None:
+            node = index.reserve(key, fetch.parent, groups)
+            if node is None:
+                return False
+            slots: Sequence[int] | dict[int, int] = node.slots
+        elif index.extend(node, groups):
+            slots = node.coming
+        else:
+            return False
+        index.pin(node)
+        fetch.read.add(node)
+        if missing:
+            job = self._number()
+            self._reads[job] = _Read(node, groups, is_new=is_new)
+            parts = tuple([Part(group, slots[group]) for group in groups])
+            orders.append(ReadOrder(job, key, parts, self._patience))
+            fetch.jobs.append(job)
+        else:  # a window has passed it by: it only links what comes after
+            index.commit(node)
+            index.unpin(node)
+        fetch.takes(node)
+        return True
+
+    # -- what came of it ---------------------------------------------------------------
+
+    def __contains__(self, job: int) -> bool:
+        return job in self._reads
+
+    def looked(self, job: int) -> bool:
+        """Whether this was a look for other engines' files; it is over."""
+        if job not in self._looks:
+            return False
+        self._looks.discard(job)
+        return True
+
+    def ended(self, job: int, outcome: Outcome) -> None:
+        """A read has ended on every rank."""
+        read = self._reads.pop(job)
+        index, node = self._index, read.node
+        good = outcome is Outcome.DONE
+        if not read.is_new:
+            index.extended(node, read.groups, arrived=good)
+            return
+        if good:
+            index.commit(node)
+        else:
+            index.discard(node)
+        index.unpin(node)
+
+
+def mask_of(node: Node) -> int:
+    """Bit ``g``: the chunk has group ``g``'s part, or it is on its way."""
+    mask = 0
+    for group, slot in enumerate(node.slots):
+        if slot != ABSENT:
+            mask |= 1 << group
+    return mask | bit_mask(node.coming) if node.coming else mask
+
+
+def bit_mask(groups: Iterable[int]) -> int:
+    return sum(1 << group for group in groups)
+
+
+def bits_of(mask: int) -> tuple[int, ...]:
+    return tuple([bit for bit in range(mask.bit_length()) if mask >> bit & 1])
