@@ -154,13 +154,15 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
 def _check_disk(disk: DiskOptions) -> None:
     if not Path(disk.path).is_absolute() or "\0" in disk.path:
         raise ConfigError(f"disk.path: {disk.path!r} must be an absolute path")
-    if not 0 < disk.low_water <= disk.high_water <= 1:
+    if not 0 < disk.high_water <= 1:
+        raise ConfigError(f"disk.high_water: {disk.high_water!r} must be above 0 and at most 1")
+    if not 0 < disk.low_water <= disk.high_water:
         raise ConfigError(
             f"disk.low_water: {disk.low_water!r} must be above 0 and at most disk.high_water, "
-            f"{disk.high_water!r}, and that at most 1"
+            f"{disk.high_water!r}"
         )
     if not 0 <= disk.min_tokens <= 1 << 30:
-        raise ConfigError(f"disk.min_tokens: {disk.min_tokens!r} must not be negative")
+        raise ConfigError(f"disk.min_tokens: {disk.min_tokens!r} must be from 0 to {1 << 30}")
     if not 1 <= disk.store_after <= 15:
         raise ConfigError(f"disk.store_after: {disk.store_after!r} must be from 1 to 15")
     if not 0.1 <= disk.io_deadline <= 3600:
@@ -222,6 +224,8 @@ def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
         value = value.get(part) if isinstance(value, Mapping) else None
     if missing := re.search(r"missing required field `(\w+)`", reason):
         return f"{f'{path}.' if path else ''}{missing[1]}: required, but not given"
+    if reason.startswith("Invalid enum value"):
+        reason = "expected one of " + ", ".join(each.value for each in Eviction)
     return f"{path or 'kv_connector_extra_config'}: {value!r} is not valid: {reason}"
 
 

@@ -42,6 +42,9 @@ def test_a_size_that_is_none_names_key_and_value(value: object) -> None:
     assert repr(value) in str(error.value)
 
 
+DISK = {"path": "/mnt/kv", "capacity": "1GiB"}
+
+
 @pytest.mark.parametrize(
     ("raw", "parts"),
     [
@@ -57,6 +60,15 @@ def test_a_size_that_is_none_names_key_and_value(value: object) -> None:
         ({"cpu": {"capacity": 1}, "chunk_tokens": -16}, ["chunk_tokens", "-16"]),
         ({"cpu": {"capacity": 1}, "load_deadline": 0}, ["load_deadline", "0"]),
         ({"cpu": {"capacity": 1}, "load_deadline": "fast"}, ["load_deadline", "'fast'"]),
+        ({"disk": {"capacity": 1}}, ["disk.path", "required"]),
+        ({"disk": {"path": "kv", "capacity": 1}}, ["disk.path", "'kv'", "absolute"]),
+        ({"disk": {**DISK, "high_water": 95}}, ["disk.high_water", "95"]),
+        ({"disk": {**DISK, "low_water": 0.99}}, ["disk.low_water", "0.99", "0.95"]),
+        ({"disk": {**DISK, "eviction": "LRU"}}, ["disk.eviction", "'LRU'", "lru, s3fifo, arc"]),
+        ({"disk": {**DISK, "store_after": 99}}, ["disk.store_after", "99", "15"]),
+        ({"disk": {**DISK, "min_tokens": -1}}, ["disk.min_tokens", "-1"]),
+        ({"disk": {**DISK, "io_deadline": 0}}, ["disk.io_deadline", "0", "3600"]),
+        ({"disk": {**DISK, "shard": True}}, ["disk.shard", "'disk.shared'"]),
     ],
 )
 def test_each_mistake_is_one_error_that_names_it(raw: dict, parts: list[str]) -> None:

@@ -44,6 +44,8 @@ class LoadPlanner:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._loading: dict[bytes, str] = {}  # chunk key -> the request that loads it
+        self._ranks_by: float | None = None
+        """Until when look-ups wait for ranks that do not know of the disk tier yet."""
         self.jobs: list[LoadJob] = []
         """For the next plan."""
         self.cancels: list[int] = []
@@ -239,8 +241,12 @@ class LoadPlanner:
     def _awaits_ranks(self, state: RequestState) -> bool:
         """Whether to ask again later: ranks learn of the disk tier with an engine's first step."""
         disk = self._core.disk
-        connecting = disk is not None and disk.agent.is_connecting
-        return connecting and self._wait(state, CONNECT_PATIENCE)
+        if disk is None or not disk.agent.is_connecting:
+            return False
+        now = self._core.clock()
+        if self._ranks_by is None:
+            self._ranks_by = now + CONNECT_PATIENCE  # a rank that never comes holds up nobody else
+        return now < self._ranks_by and self._wait(state, CONNECT_PATIENCE)
 
     def _awaits_look(self, state: RequestState, keys: Sequence[bytes], first: int) -> bool:
         """Whether to ask again later: it is being seen what other engines have written."""

@@ -216,7 +216,10 @@ class Rig:
         self.wait(lambda: not tier._upkeep.is_scanning, "the scan never ended")
 
         def begin() -> int:
+            # What a failed write left may be found late; here all of them have ended.
+            deadline, tier._upkeep._io_deadline = tier._upkeep._io_deadline, 0.0
             tier._upkeep.begin_scan(time.monotonic())
+            tier._upkeep._io_deadline = deadline
             tier._catalogue.scan_begins()
             return self.catalogue._scan
 

@@ -70,7 +70,7 @@ def check_end(rig: Rig) -> None:
     there = on_disk(rig.root)
     assert rig.catalogue.used == sum(there.values())
     assert rig.catalogue.files == len(there)
-    assert tier._quota.reserved == 0
+    assert tier._quota.reserved == tier._quota.doubtful == 0
     assert agent.used <= agent.settings.capacity
     assert tier.is_idle
     assert not rig.wrong
