@@ -82,6 +82,7 @@ OPTIONS = st.fixed_dictionaries(
         "num_blocks": st.sampled_from([14, 20, 40, 80]),
         "capacity_chunks": st.sampled_from([4, 12, 40, 200]),
         "max_num_batched_tokens": st.sampled_from([48, 100, 256]),
+        "long_prefill_token_threshold": st.sampled_from([0, 0, 40]),
         "max_num_seqs": st.sampled_from([2, 8]),
         "enable_prefix_caching": st.sampled_from([True, True, True, False]),
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),

@@ -468,6 +468,7 @@ class Sim:
             assert self.half.core.index.pinned == 0
             assert not self.half._requests
             assert not self.half.loads._loading
+            assert not self.half.loads.lost
             assert not self.half.core.ledger._readers
             if (disk := self.half.core.disk) is not None:
                 assert not disk.writes

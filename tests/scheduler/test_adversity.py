@@ -166,20 +166,27 @@ def test_a_lost_load_lets_those_pass_that_hold_blocks(sim: Make) -> None:
     engine.check_quiet()
 
 
-def test_a_request_whose_load_another_connector_lost_is_computed(sim: Make) -> None:
-    """vLLM still reserves blocks for that load: on a tight device a load of ours would not fit."""
+@pytest.mark.parametrize("who", ["the same", "another"])
+def test_what_a_lost_load_still_reserves_holds_nobody_up(sim: Make, who: str) -> None:
+    """vLLM admits no load of ours that needs those blocks: the request is computed instead."""
     desk = Desk()
-    engine = sim(num_blocks=12, beside=beside("first", desk))
+    engine = sim(num_blocks=14, scheduling_policy="priority", beside=beside("first", desk))
     engine.complete("cold", prompt(160))
     engine.settle()
     engine.flush_device()
     desk.claim = 1
-    engine.add("lost", prompt(160), 2)
+    engine.add("lost", prompt(160), 2, priority=1)
+    if who == "another":  # "lost" lets "held" pass, and so stands behind "first"
+        engine.add("held", prompt(20, seed=1), 2, priority=1)
     engine.step()
     desk.claim = 0
     desk.finish(engine, 0, well=False)
+    desk.finish(engine, 0, well=True)
+    engine.step()
+    if who == "another":
+        engine.add("first", prompt(160), 2)
     engine.run(limit=100)
-    assert engine.outputs["lost"] == engine.expected("lost")
+    assert engine.outputs == {r: engine.expected(r) for r in engine.requests}
     engine.check_quiet()
 
 

@@ -135,8 +135,9 @@ class SchedulerHalf:
         request_id = state.request.request_id
         if request_id in self._parked:  # looked up again: its blocks have been given back
             self._parked.discard(request_id)
-            state.lost_load = True
-        return state.lost_load and bool(self._parked) and self.loads.may_wait(state)
+            self.loads.lost.add(request_id)
+        lost = request_id in self.loads.lost
+        return lost and bool(self._parked) and self.loads.may_wait(state)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """vLLM admits the request and takes ``tokens`` of what was offered."""
@@ -163,7 +164,6 @@ class SchedulerHalf:
                 continue
             first, state.unsure = state.unsure, False
             if first:
-                state.lost_load = False
                 self._parked.discard(request_id)
             computed = state.planned = state.request.num_computed_tokens + scheduled
             if computed >= state.next_store_at:
@@ -261,6 +261,7 @@ class SchedulerHalf:
             return  # vLLM keeps the blocks of a load until the ranks have reported it
         del self._requests[request.request_id]
         self._parked.discard(request.request_id)
+        self.loads.lost.discard(request.request_id)
         try:
             self.stores.finished(state, block_ids)
         except Exception:  # noqa: BLE001

@@ -33,9 +33,7 @@ ADAPTER_PATIENCE = 0.5
 CONNECT_PATIENCE = 2.0
 """Seconds the first look-ups of an engine wait at most for its ranks; it takes milliseconds."""
 MAX_FAILED_LOADS = 1
-"""A request whose loads failed so often is computed: it must come to an end. And vLLM still counts
-blocks as reserved for its first load, also another connector's: where the device is tight, a
-second one might never fit."""
+"""A request whose loads failed so often is computed: it must come to an end."""
 
 
 class LoadPlanner:
@@ -46,6 +44,9 @@ class LoadPlanner:
         self._loading: dict[bytes, str] = {}  # chunk key -> the request that loads it
         self._ranks_by: float | None = None
         """Until when look-ups wait for ranks that do not know of the disk tier yet."""
+        self.lost: set[str] = set()
+        """Requests whose load was lost, ours or another connector's, and that vLLM has not admitted
+        again: it still reserves blocks for that load, and admits no load that would need them."""
         self.jobs: list[LoadJob] = []
         """For the next plan."""
         self.cancels: list[int] = []
@@ -60,12 +61,12 @@ class LoadPlanner:
             return 0
         if self._awaits_adapter(state, computed):
             return None
+        # The last offer did not fit: what a lost load reserves may never be given back before this
+        # request is out of the way. It is computed, for which vLLM needs no more than free blocks.
+        refused = state.offer is not None and bool(self.lost)
         state.restart(core.epoch, core.geometry.chunk_tokens)
         content = state.content
-        # Until a request whose load was lost is scheduled, vLLM counts blocks as reserved for that
-        # load: where the device is tight, a second one would never fit.
-        allowed = state.params.load and not state.lost_load
-        allowed = allowed and state.failed_loads < MAX_FAILED_LOADS
+        allowed = state.params.load and state.failed_loads < MAX_FAILED_LOADS and not refused
         if content is None or not allowed or request.skip_reading_prefix_cache:
             return self._answer(state, "skipped", 0)
         # A load may cover the whole prompt: vLLM then computes the last token again. The
@@ -106,6 +107,7 @@ class LoadPlanner:
         state.waiting_since = None
         state.awaited = None
         state.look = None
+        self.lost.discard(state.request.request_id)
         try:
             self._begin(state, offer, blocks, tokens)
         finally:

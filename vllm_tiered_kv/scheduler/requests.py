@@ -56,7 +56,6 @@ class RequestState:
         "load",
         "look",
         "lora",
-        "lost_load",
         "next_chunk",
         "next_store_at",
         "offer",
@@ -99,8 +98,6 @@ class RequestState:
         """What other engines were seen to have written for it."""
         self.failed_loads = 0
         """Loads of this request that did not arrive."""
-        self.lost_load = False
-        """A load of it was lost, ours or another connector's; it hasn't been scheduled since."""
         self.unsure = True
         """vLLM has not scheduled it since it was looked up, or since a load failed: what it
         counts as computed may never have arrived."""
