@@ -100,7 +100,7 @@ def history(root: Path, seed: int) -> None:
 
 @pytest.mark.timeout(600)
 def test_histories(tmp_path: Path) -> None:
-    for seed in range(150):
+    for seed in range(60):
         history(tmp_path / str(seed), seed)
 
 
