@@ -15,30 +15,27 @@ worker metadata, and results count once however often they come.
 
 from __future__ import annotations
 
-import hmac
 import os
-import secrets
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import zmq
 
+from vllm_tiered_kv.messages import Inbox, Outbox, new_address, new_secret
 from vllm_tiered_kv.protocol import WorkerReport, decode_report, encode_report
 
 _QUEUE = 1024  # messages
 _MAX_MESSAGE = 4096  # bytes: a report here is one result
-_SECRET = 16  # bytes
 
 
 class SchedulerEndpoint:
     """The receiving end. Scheduler thread only."""
 
     def __init__(self) -> None:
-        self.address = f"ipc://@vllm-tiered-kv-{secrets.token_hex(16)}"
-        self.secret = secrets.token_bytes(_SECRET)
+        self.address = new_address()
+        self.secret = new_secret()
+        self._inbox = Inbox(self.secret, decode_report)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUE)
@@ -52,25 +49,15 @@ class SchedulerEndpoint:
         except zmq.ZMQError:
             self.close()
             raise
-        self.malformed = 0
+
+    @property
+    def malformed(self) -> int:
         """Messages that were not reports."""
+        return self._inbox.malformed
 
     def drain(self, limit: int = 64) -> list[WorkerReport]:
         """What has arrived, without waiting; at most ``limit`` reports."""
-        reports: list[WorkerReport] = []
-        for _ in range(limit):
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.ZMQError:  # nothing there, or closed
-                break
-            if not hmac.compare_digest(data[:_SECRET], self.secret):
-                self.malformed += 1
-                continue
-            try:
-                reports.append(decode_report(data[_SECRET:]))
-            except msgspec.DecodeError:
-                self.malformed += 1
-        return reports
+        return self._inbox.drain(self._socket, limit)
 
     def close(self) -> None:
         self._closer()
@@ -96,34 +83,22 @@ class WorkerEndpoint:
     """The sending end of one rank; any thread. Never waits, never raises."""
 
     def __init__(self, address: str, secret: bytes) -> None:
-        self._secret = secret
-        self._lock = threading.Lock()
-        self._closed = True
+        self._outbox: Outbox | None = None
         self._context = zmq.Context()
         try:
-            self._socket = self._context.socket(zmq.PUSH)
-            self._closer = _closes(self, self._socket, self._context)
-            self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._closed = False
-            self._socket.connect(address)
+            socket = self._context.socket(zmq.PUSH)
+            self._closer = _closes(self, socket, self._context)
+            socket.setsockopt(zmq.SNDHWM, _QUEUE)
+            socket.setsockopt(zmq.LINGER, 0)
+            self._outbox = Outbox(socket, secret)
+            socket.connect(address)
         except zmq.ZMQError:  # such as too many open files: worker metadata is enough
             self.close()
 
     def send(self, report: WorkerReport) -> bool:
         """Whether the report is on its way; if not, worker metadata still carries it."""
-        with self._lock:
-            if self._closed:
-                return False
-            try:
-                self._socket.send(self._secret + encode_report(report), zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return False
-            return True
+        return self._outbox is not None and self._outbox.send(encode_report(report))
 
     def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._closer()
+        if self._outbox is not None:
+            self._outbox.close(self._closer)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from vllm_tiered_kv.bits import bit_mask
 from vllm_tiered_kv.config import ConfigError, format_size
 
 TARGET_CHUNK_BYTES = 1 << 20
@@ -78,7 +79,7 @@ class Geometry(msgspec.Struct, frozen=True):
     @property
     def full_groups(self) -> int:
         """Bit ``g``: group ``g`` needs every chunk of a prefix."""
-        return sum(1 << g for g in self.group_ids if self.groups[g].kind is GroupKind.FULL)
+        return bit_mask(g for g in self.group_ids if self.groups[g].kind is GroupKind.FULL)
 
     @property
     def has_states(self) -> bool:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import metrics
+from vllm_tiered_kv.bits import bit_mask, bits_of
 from vllm_tiered_kv.geometry import Geometry
 from vllm_tiered_kv.policies.admission import Admission
 from vllm_tiered_kv.scheduler.events import TierEvents
 from vllm_tiered_kv.scheduler.index import ABSENT, ChunkIndex, Node, NodeState
-from vllm_tiered_kv.scheduler.reads import DiskReads, bit_mask, bits_of, mask_of
+from vllm_tiered_kv.scheduler.reads import DiskReads, mask_of
 from vllm_tiered_kv.tiers.disk.active import Ended
 from vllm_tiered_kv.tiers.disk.format import ChunkFacts
 from vllm_tiered_kv.tiers.disk.orders import Outcome, Part, WriteOrder

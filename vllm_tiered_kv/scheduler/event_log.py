@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from vllm_tiered_kv.scheduler.index import ABSENT, Node, NodeState
+from vllm_tiered_kv.bits import bits_of
+from vllm_tiered_kv.scheduler.index import Node, NodeState
 from vllm_tiered_kv.scheduler.shared_heads import SharedHeads
 
 MAX_WAITING = 8192
@@ -140,11 +141,11 @@ class TierLog:
 
     def is_known(self, node: Node) -> bool:
         """Whether nothing is to be said of a chunk that is in use."""
-        return node.state is not NodeState.READY or self.knows(node.key, _groups(node))
+        return node.state is not NodeState.READY or self.knows(node.key, node.parts)
 
     def announce(self, node: Node, facts: ChunkFacts) -> None:
         """Queue a chunk that is READY."""
-        self.queue(node.key, _groups(node), facts)
+        self.queue(node.key, node.parts, facts)
 
     # -- the same by keys ------------------------------------------------------------------
 
@@ -229,7 +230,7 @@ class TierLog:
                     self._shared.remove(gone.hashes, gone.groups)
             else:
                 break
-            for group in _bits(gone.groups):
+            for group in bits_of(gone.groups):
                 room -= len(gone.hashes)
                 alone = _is_alone(key, gone.hashes)
                 kept = 0 if alone else self._shared.kept(gone.hashes, group)
@@ -278,11 +279,3 @@ def _is_alone(key: bytes, hashes: tuple[bytes, ...]) -> bool:
     Not so with an adapter: other weights of its name and path leave chunks of the same hashes.
     """
     return len(hashes) == 1 and hashes[0] == key
-
-
-def _groups(node: Node) -> int:
-    return sum(1 << group for group, slot in enumerate(node.slots) if slot != ABSENT)
-
-
-def _bits(mask: int) -> list[int]:
-    return [bit for bit in range(mask.bit_length()) if mask >> bit & 1]

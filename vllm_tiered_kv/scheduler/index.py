@@ -57,6 +57,15 @@ class Node:
         self.state = NodeState.STORING
 
     @property
+    def parts(self) -> int:
+        """Bit ``g``: it has group ``g``'s part."""
+        mask = 0
+        for group, slot in enumerate(self.slots):
+            if slot != ABSENT:
+                mask |= 1 << group
+        return mask
+
+    @property
     def is_empty(self) -> bool:
         """Whether it has no part: the chunks after it can be found through it, and no more."""
         return all(slot == ABSENT for slot in self.slots)

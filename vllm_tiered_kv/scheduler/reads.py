@@ -7,12 +7,13 @@ a piece of what it waits for is ordered: no step of the engine pays for a long p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from vllm_tiered_kv.bits import bit_mask, bits_of
 from vllm_tiered_kv.geometry import Geometry
 from vllm_tiered_kv.scheduler.fetch import Fetch, Look, best_end
-from vllm_tiered_kv.scheduler.index import ABSENT, ChunkIndex, Node, NodeState
+from vllm_tiered_kv.scheduler.index import ChunkIndex, Node, NodeState
 from vllm_tiered_kv.tiers.disk.orders import Outcome, Part, ReadOrder
 
 if TYPE_CHECKING:
@@ -239,16 +240,4 @@ class DiskReads:
 
 def mask_of(node: Node) -> int:
     """Bit ``g``: the chunk has group ``g``'s part, or it is on its way."""
-    mask = 0
-    for group, slot in enumerate(node.slots):
-        if slot != ABSENT:
-            mask |= 1 << group
-    return mask | bit_mask(node.coming) if node.coming else mask
-
-
-def bit_mask(groups: Iterable[int]) -> int:
-    return sum(1 << group for group in groups)
-
-
-def bits_of(mask: int) -> tuple[int, ...]:
-    return tuple([bit for bit in range(mask.bit_length()) if mask >> bit & 1])
+    return node.parts | bit_mask(node.coming) if node.coming else node.parts

@@ -14,9 +14,9 @@ import secrets
 import threading
 from collections.abc import Sequence
 
-import msgspec
 import zmq
 
+from vllm_tiered_kv.messages import Inbox, Outbox, new_address, new_secret
 from vllm_tiered_kv.tiers.disk.orders import (
     Order,
     Orders,
@@ -30,7 +30,6 @@ _QUEUE = 4096  # messages
 _MAX_REPORT = 1 << 16  # bytes
 _MAX_HELLO = 256  # bytes; of a handshake too
 _MAX_ORDERS_BYTES = 1 << 20
-_SECRET = 16  # bytes
 
 
 class AgentSockets:
@@ -41,9 +40,8 @@ class AgentSockets:
     """
 
     def __init__(self) -> None:
-        self.secret = secrets.token_bytes(_SECRET)
-        self.malformed = 0
-        """Messages that were not reports."""
+        self.secret = new_secret()
+        self._inbox = Inbox(self.secret, decode_report)
         self._ranks: dict[int, bytes] = {}
         self._hellos = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -70,9 +68,14 @@ class AgentSockets:
         socket.setsockopt(zmq.MAXMSGSIZE, max_message)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
-        address = f"ipc://@vllm-tiered-kv-{secrets.token_hex(16)}"
+        address = new_address()
         socket.bind(address)
         return socket, address
+
+    @property
+    def malformed(self) -> int:
+        """Messages that were not reports, nor a rank's hello."""
+        return self._inbox.malformed
 
     @property
     def ranks(self) -> int:
@@ -96,7 +99,7 @@ class AgentSockets:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         self._hear_hellos()
-        return self._take_reports()
+        return self._inbox.drain(self._reports, _QUEUE)
 
     def send(self, rank: int, orders: Sequence[Order]) -> bool:
         """Whether the orders, at most :data:`.orders.MAX_ORDERS`, are on their way."""
@@ -126,30 +129,14 @@ class AgentSockets:
             except zmq.ZMQError:
                 return
             if len(rest) != 1 or not hmac.compare_digest(rest[0], self.secret):
-                self.malformed += 1
+                self._inbox.malformed += 1
                 continue
             rank, _, name = peer.partition(b".")
             if not rank.isdigit() or len(rank) > 6 or not name:
-                self.malformed += 1
+                self._inbox.malformed += 1
                 continue
             self._ranks[int(rank)] = peer
             self._hellos += 1
-
-    def _take_reports(self) -> list[RankReport]:
-        reports: list[RankReport] = []
-        for _ in range(_QUEUE):
-            try:
-                data = self._reports.recv(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                break
-            if not hmac.compare_digest(data[:_SECRET], self.secret):
-                self.malformed += 1
-                continue
-            try:
-                reports.append(decode_report(data[_SECRET:]))
-            except msgspec.DecodeError:
-                self.malformed += 1
-        return reports
 
 
 class RankSockets:
@@ -160,17 +147,14 @@ class RankSockets:
     """
 
     def __init__(self, rank: int, reports: str, orders: str, secret: bytes) -> None:
-        self._secret = secret
-        self.malformed = 0
-        """Messages that were not orders."""
-        self._lock = threading.Lock()
-        self._closed = False
+        self._inbox = Inbox(secret, decode_orders)
         self._context = zmq.Context()
         try:
-            self._reports = self._context.socket(zmq.PUSH)
-            self._reports.setsockopt(zmq.SNDHWM, _QUEUE)
-            self._reports.setsockopt(zmq.LINGER, 0)
-            self._reports.connect(reports)
+            socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.SNDHWM, _QUEUE)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(reports)
+            self._reports = Outbox(socket, secret)
             self._orders = self._context.socket(zmq.DEALER)
             self._orders.setsockopt(zmq.IDENTITY, b"%d.%s" % (rank, secrets.token_bytes(8)))
             self._orders.setsockopt(zmq.RCVHWM, _QUEUE)
@@ -182,37 +166,25 @@ class RankSockets:
             self._context.destroy(linger=0)
             raise
 
+    @property
+    def malformed(self) -> int:
+        """Messages that were not orders."""
+        return self._inbox.malformed
+
     def receive(self, seconds: float) -> tuple[Order, ...]:
         """Orders, after a wait of at most so long; what is none is passed over."""
         try:
             if not self._orders.poll(int(seconds * 1000)):
                 return ()
-            data = self._orders.recv(zmq.NOBLOCK)
         except zmq.ZMQError:
             return ()
-        if not hmac.compare_digest(data[:_SECRET], self._secret):
-            self.malformed += 1
-            return ()
-        try:
-            return decode_orders(data[_SECRET:]).orders
-        except msgspec.DecodeError:
-            self.malformed += 1
-            return ()
+        messages = self._inbox.drain(self._orders, 1)
+        return messages[0].orders if messages else ()
 
     def send(self, report: RankReport) -> bool:
         """Whether the report is on its way."""
-        with self._lock:
-            if self._closed:
-                return False
-            try:
-                self._reports.send(self._secret + encode(report), zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return False
-            return True
+        return self._reports.send(encode(report))
 
     def close(self) -> None:
         """The receiving thread must have ended."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._context.destroy(linger=0)
+        self._reports.close(lambda: self._context.destroy(linger=0))

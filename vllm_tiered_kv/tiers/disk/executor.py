@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -59,6 +60,9 @@ _READ = {
     ReadStatus.DAMAGED: Outcome.DAMAGED,
     ReadStatus.FAILED: Outcome.FAILED,
 }
+
+
+_O = TypeVar("_O", ReadOrder, WriteOrder)
 
 
 class DiskExecutor:
@@ -221,26 +225,34 @@ class DiskExecutor:
         for job in jobs:
             self._answer(OrderResult(job, Outcome.DROPPED))
 
-    # -- reading -----------------------------------------------------------------------
-
-    def _read_loop(self) -> None:
+    def _serve(
+        self,
+        queue: Callable[[], deque[tuple[_O, float]]],
+        do: Callable[[RankFolder, _O], OrderResult],
+    ) -> None:
+        """Do what is queued, one order after the other, until all is over."""
         while True:
             with self._wake:
-                while not self._reads and not self._closing:
+                while not queue() and not self._closing:
                     self._wake.wait(HEAR)
                 if self._closing:
                     return
-                order, give_up_at = self._reads.popleft()
+                order, give_up_at = queue().popleft()
                 folder = self._folder
-            if folder is None or self._clock() > give_up_at:
+            started = self._clock()
+            if folder is None or started > give_up_at:
                 self._drop([order.job])
                 continue
-            started = self._clock()
             try:
-                result = self._read(folder, order)
+                result = do(folder, order)
             except Exception as error:  # noqa: BLE001 - the order fails, the thread lives
                 result = OrderResult(order.job, Outcome.FAILED, reason=type(error).__name__)
-            self._answer(_timed(result, self._clock() - started))
+            self._answer(msgspec.structs.replace(result, seconds=self._clock() - started))
+
+    # -- reading -----------------------------------------------------------------------
+
+    def _read_loop(self) -> None:
+        self._serve(lambda: self._reads, self._read)
 
     def _read(self, folder: RankFolder, order: ReadOrder) -> OrderResult:
         nbytes = 0
@@ -266,23 +278,7 @@ class DiskExecutor:
     def _write_loop(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)
-        while True:
-            with self._wake:
-                while not self._writes and not self._closing:
-                    self._wake.wait(HEAR)
-                if self._closing:
-                    return
-                order, _ = self._writes.popleft()
-                folder = self._folder
-            if folder is None:
-                self._drop([order.job])
-                continue
-            started = self._clock()
-            try:
-                result = self._write(folder, order)
-            except Exception as error:  # noqa: BLE001 - the order fails, the thread lives
-                result = OrderResult(order.job, Outcome.FAILED, reason=type(error).__name__)
-            self._answer(_timed(result, self._clock() - started))
+        self._serve(lambda: self._writes, self._write)
 
     def _write(self, folder: RankFolder, order: WriteOrder) -> OrderResult:
         sizes: list[int] = []
@@ -323,7 +319,3 @@ class DiskExecutor:
         with self._unsent_lock:
             while self._unsent and self._sockets.send(self._unsent[0]):
                 self._unsent.popleft()
-
-
-def _timed(result: OrderResult, seconds: float) -> OrderResult:
-    return msgspec.structs.replace(result, seconds=seconds)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+from vllm_tiered_kv.bits import bits_of
 from vllm_tiered_kv.tiers.disk.active import ActiveOrder, Ended
 from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName
 from vllm_tiered_kv.tiers.disk.direct import IoMode
@@ -386,7 +387,7 @@ class DiskTier:
             files = [
                 (FileName(self._namespace, 0, group, key), used_ns)
                 for key, used_ns in self._uses.take(BATCH)
-                for group in _bits(self._catalogue.groups(key))
+                for group in bits_of(self._catalogue.groups(key))
             ]
             if files and not self._ask(Touch(files)):
                 return
@@ -448,7 +449,3 @@ class DiskTier:
         waits = self._removal.is_under_way or self._flight.writing
         if coming and not waits and not self._quota.has_room(coming):
             self._flight.drop_writes()  # no room can be made, and they hold their slots
-
-
-def _bits(mask: int) -> list[int]:
-    return [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
