@@ -252,3 +252,18 @@ def test_a_heap_gives_the_least_and_lets_any_go(steps: list[tuple[str, int]]) ->
         assert len(heap) == len(inside)
         least = heap.least()
         assert (least.rank if least else None) == min((n.rank for n in inside), default=None)
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_an_entry_of_no_bytes_comes_back(eviction: Eviction) -> None:
+    """As a chunk that only links what comes after it."""
+    policy = make_policy(eviction)
+    for key in ("link", "other"):
+        policy.add(key, Item(0))
+    policy.use(["other"])
+    for _ in range(3):
+        gone = policy.victim("coming")
+        assert gone is not None
+        policy.evict(gone)
+        assert policy.victim(gone) != gone
+        policy.add(gone, Item(0))

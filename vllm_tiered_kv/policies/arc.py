@@ -100,10 +100,10 @@ class ARC(Generic[K]):
     def _adapt(self, name: Hashable) -> None:
         """Cases II and III: the list that was just missed gets more of the room."""
         once, again = self._once_ghosts, self._again_ghosts
-        if (size := once.get(name)) is not None:
+        if size := once.get(name):  # what takes no room moves nothing
             step = size * max(1.0, again.nbytes / once.nbytes)
             self._target = min(self._target + step, self._once.nbytes + self._again.nbytes)
-        elif (size := again.get(name)) is not None:
+        elif size := again.get(name):
             step = size * max(1.0, once.nbytes / again.nbytes)
             self._target = max(self._target - step, 0.0)
 
