@@ -27,6 +27,7 @@ def footprint(pid: int, folder: Path) -> Footprint:
         pid: of the first process.
         folder: open directories below it are not counted: a disk tier keeps up to 258 a rank.
     """
+    folder = folder.resolve()  # /proc names descriptors without links
     memory, threads, descriptors, count = 0.0, 0, 0, 0
     for process in processes(pid):
         with contextlib.suppress(OSError, ValueError):
