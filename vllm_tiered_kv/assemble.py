@@ -57,6 +57,8 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         trust_after_reset=options.trust_after_reset,
         shares_device_prefixes=compat.has_prefix_caching(vllm_config),
         admission=admission_of(options.disk) if options.disk is not None else None,
+        step_tokens=compat.tokens_in_flight(vllm_config),
+        draft_tokens=compat.draft_tokens(vllm_config),
         withdraws=compat.schedules_by_priority(vllm_config),
         eviction=options.cpu.eviction if options.cpu is not None else Eviction.LRU,
         event_groups=compat.event_groups(vllm_config, kv_cache_config),

@@ -190,6 +190,32 @@ def test_what_a_lost_load_still_reserves_holds_nobody_up(sim: Make, who: str) ->
     engine.check_quiet()
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("windows", [(64,), (64, 64)], ids=["one group", "two groups"])
+def test_loads_leave_each_other_what_they_need_to_run(
+    sim: Make, windows: tuple[int, ...], drafts: int
+) -> None:
+    """vLLM counts what a window has left behind as held, and lets loads in that then get no more:
+    none of them runs, so none gives anything back."""
+    blocks = 13 * len(windows) + 1
+    engine = sim(windows=windows, num_blocks=blocks, max_num_batched_tokens=48, drafts=drafts)
+    prompts = [prompt(128, seed=i) for i in range(3)]
+    for i, tokens in enumerate(prompts):
+        engine.complete(f"cold {i}", tokens)
+        engine.settle()
+    engine.flush_device()
+    engine.gate.hold("load")
+    for i, tokens in enumerate(prompts):
+        engine.add(f"warm {i}", tokens + prompt(32, seed=9), 2)
+    for _ in range(5):
+        engine.step()
+    engine.gate.release("load")
+    engine.run(limit=200)
+    assert engine.outputs == {r: engine.expected(r) for r in engine.requests}
+    assert engine.hit_tokens == 3 * 128
+    engine.check_quiet()
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"windows": (0, 1000), "num_blocks": 23}, {"depth": 2, "role": "kv_producer"}],

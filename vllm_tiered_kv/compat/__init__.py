@@ -19,6 +19,7 @@ from vllm_tiered_kv.compat.blocks import (
     null_block_id,
     preempted,
     uncache_blocks,
+    usable_blocks,
     watch_blocks,
 )
 from vllm_tiered_kv.compat.events import (
@@ -70,8 +71,10 @@ from vllm_tiered_kv.compat.parallel import (
 )
 from vllm_tiered_kv.compat.supported import (
     check_supported,
+    draft_tokens,
     has_prefix_caching,
     schedules_by_priority,
+    tokens_in_flight,
 )
 from vllm_tiered_kv.compat.unsupported import UnsupportedModel
 
@@ -118,6 +121,7 @@ __all__ = [
     "describe_group",
     "device_cache",
     "device_name",
+    "draft_tokens",
     "event_extra_keys",
     "event_groups",
     "event_origin",
@@ -135,8 +139,10 @@ __all__ = [
     "null_block_id",
     "preempted",
     "schedules_by_priority",
+    "tokens_in_flight",
     "torch_version",
     "uncache_blocks",
+    "usable_blocks",
     "uses_modelscope",
     "vllm_version",
     "watch_blocks",

@@ -59,9 +59,14 @@ def is_free(block: KVCacheBlock) -> bool:
     return block.next_free_block is not None
 
 
+def usable_blocks(pool: BlockPool) -> int:
+    """Blocks that requests can have: all but the null block."""
+    return int(pool.num_gpu_blocks) - 1
+
+
 def is_unused(pool: BlockPool) -> bool:
     """Whether no request holds a block and no block is in the prefix cache."""
-    free = pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
+    free = pool.get_num_free_blocks() == usable_blocks(pool)
     return free and not len(pool.cached_block_hash_to_block)
 
 

@@ -24,6 +24,16 @@ def schedules_by_priority(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.scheduler_config.policy == "priority")
 
 
+def tokens_in_flight(vllm_config: VllmConfig) -> int:
+    """Tokens of all requests that can be scheduled and not yet settled."""
+    return int(vllm_config.max_in_flight_tokens)
+
+
+def draft_tokens(vllm_config: VllmConfig) -> int:
+    """Draft tokens of one request in one step; 0 without speculative decoding."""
+    return int(vllm_config.num_speculative_tokens)
+
+
 def tells_of_sleep() -> bool:
     """Whether this vLLM tells connectors before it takes KV memory away (0.33 does)."""
     return all(

@@ -168,7 +168,7 @@ _CONFIG = [
     *_read(
         "vllm.config:VllmConfig",
         "parallel_config cache_config model_config speculative_config kv_transfer_config "
-        "attention_config scheduler_config",
+        "attention_config scheduler_config max_in_flight_tokens num_speculative_tokens",
     ),
     *_read(
         "vllm.config:ParallelConfig",

@@ -46,6 +46,10 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     """vLLM's own prefix caching is on: what one request loads, others find."""
     admission: Admission | None = None
     """Which chunks are written to disk; None: all."""
+    step_tokens: int = 0
+    """Tokens of all requests that can be scheduled and not yet settled."""
+    draft_tokens: int = 0
+    """Draft tokens of one request in one step."""
     withdraws: bool = False
     """vLLM may take a request out of the step it is planning: it schedules by priority."""
     eviction: Eviction = Eviction.LRU

@@ -89,6 +89,7 @@ class SchedulerHalf:
             compat.claim(pool)
         self.core.null_block = compat.null_block_id(pool)
         self.stores.bind(pool)
+        self.loads.room.bind(compat.usable_blocks(pool))
         self._pool = pool
         self._device_cache = compat.device_cache(pool)
 
@@ -165,6 +166,7 @@ class SchedulerHalf:
             first, state.unsure = state.unsure, False
             if first:
                 self._parked.discard(request_id)
+                self.loads.room.gives(request_id)
             computed = state.planned = state.request.num_computed_tokens + scheduled
             if computed >= state.next_store_at:
                 tables = functools.partial(_block_tables, output, request_id)
@@ -249,6 +251,7 @@ class SchedulerHalf:
             self.loads.told(state, output)
             if state.load is None and state.request.is_finished():
                 del self._requests[request_id]
+                self.loads.room.gives(request_id)
             elif request_id in output.finished_recving:
                 self._parked.add(request_id)
 
@@ -262,6 +265,7 @@ class SchedulerHalf:
         del self._requests[request.request_id]
         self._parked.discard(request.request_id)
         self.loads.lost.discard(request.request_id)
+        self.loads.room.gives(request.request_id)
         try:
             self.stores.finished(state, block_ids)
         except Exception:  # noqa: BLE001

@@ -17,6 +17,7 @@ from vllm_tiered_kv.scheduler.index import Node
 from vllm_tiered_kv.scheduler.jobs import ActiveLoad
 from vllm_tiered_kv.scheduler.plan import chunk_key, chunk_keys, count_chunks, plan_load
 from vllm_tiered_kv.scheduler.requests import Offer, RequestState
+from vllm_tiered_kv.scheduler.room import Room
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import KVCacheBlocks, KVConnectorOutput
@@ -47,6 +48,9 @@ class LoadPlanner:
         self.lost: set[str] = set()
         """Requests whose load was lost, ours or another connector's, and that vLLM has not admitted
         again: it still reserves blocks for that load, and admits no load that would need them."""
+        settings = core.settings
+        self.room = Room(settings.geometry, settings.step_tokens, settings.draft_tokens)
+        """What requests hold that cannot run yet."""
         self.jobs: list[LoadJob] = []
         """For the next plan."""
         self.cancels: list[int] = []
@@ -59,6 +63,9 @@ class LoadPlanner:
         core, request = self._core, state.request
         if state.load is not None:
             return 0
+        self.room.gives(request.request_id)  # its blocks have been given back
+        if state.is_crowded and self._awaits_room(state):
+            return None
         if self._awaits_adapter(state, computed):
             return None
         # The last offer did not fit: what a lost load reserves may never be given back before this
@@ -97,6 +104,10 @@ class LoadPlanner:
             return None
         if not usable:
             return self._answer(state, "miss", 0)
+        if self._awaits_room(state):
+            return None
+        if state.is_crowded:
+            return self._answer(state, "skipped", 0)
         state.offer = Offer(computed, first, tuple(run[:usable]))
         return self._answer(state, "hit", state.offer.tokens(core.geometry.chunk_tokens))
 
@@ -107,6 +118,7 @@ class LoadPlanner:
         state.waiting_since = None
         state.awaited = None
         state.look = None
+        state.is_crowded = False
         self.lost.discard(state.request.request_id)
         try:
             self._begin(state, offer, blocks, tokens)
@@ -142,6 +154,8 @@ class LoadPlanner:
             core.index.pin(node)
             self._loading.setdefault(node.key, load.request_id)
         state.load = load
+        tokens_in_all = state.request.num_tokens
+        self.room.takes(load.request_id, tokens_in_all, blocks.get_block_ids(), core.null_block)
         job = core.ledger.add_load(load)
         deadline = core.settings.load_deadline
         use = (state.content or BASE_MODEL).use
@@ -272,6 +286,11 @@ class LoadPlanner:
         if not shared and len(core.ledger.loads) < MAX_LOADS:
             return False
         return self.may_wait(state)
+
+    def _awaits_room(self, state: RequestState) -> bool:
+        """Whether to ask again later: with one more load none might ever get what it needs."""
+        state.is_crowded = not self.room.admits(state.request.num_tokens)
+        return state.is_crowded and self.may_wait(state)
 
     def may_wait(self, state: RequestState) -> bool:
         """Whether the request may be asked to come back once more."""

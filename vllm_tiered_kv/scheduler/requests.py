@@ -53,6 +53,7 @@ class RequestState:
         "epoch",
         "failed_loads",
         "fetch",
+        "is_crowded",
         "load",
         "look",
         "lora",
@@ -96,6 +97,8 @@ class RequestState:
         """What is read from disk for its look-up; it holds pins until it is given up."""
         self.look: Look | None = None
         """What other engines were seen to have written for it."""
+        self.is_crowded = False
+        """Its load would take the room that others need to run."""
         self.failed_loads = 0
         """Loads of this request that did not arrive."""
         self.unsure = True
