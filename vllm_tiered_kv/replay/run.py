@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -12,6 +12,9 @@ from vllm_tiered_kv.policies.admission import Admission
 from vllm_tiered_kv.policies.cost import compute_cost
 from vllm_tiered_kv.replay.tiers import CpuTier, DiskTier
 from vllm_tiered_kv.replay.trace import BLOCK_TOKENS, Request
+
+Observer = Callable[[Request, int, int], None]
+"""Told of each request, with its blocks from the CPU tier and those from disk."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -48,7 +51,9 @@ class Outcome(msgspec.Struct, frozen=True):
         return (self.cpu_hits + self.disk_hits) / self.blocks if self.blocks else 0.0
 
 
-def replay(requests: Iterable[Request], settings: Settings) -> Outcome:
+def replay(
+    requests: Iterable[Request], settings: Settings, observe: Observer | None = None
+) -> Outcome:
     """Serve requests one after another, each as if it had ended before the next one came.
 
     A block is taken from the CPU tier, else from disk, up to the first that is in neither; from
@@ -73,15 +78,19 @@ def replay(requests: Iterable[Request], settings: Settings) -> Outcome:
         keys = [block.to_bytes(8, "little") for block in request.hash_ids]
         count += 1
         blocks += len(keys)
-        hits = cpu_hits + disk_hits
+        from_cpu = from_disk = 0
         for key in keys:
             if key in cpu:
-                cpu_hits += 1
+                from_cpu += 1
             elif disk is not None and key in disk:
-                disk_hits += 1
+                from_disk += 1
             else:
                 break
-        saved += costs.of_first(cpu_hits + disk_hits - hits)
+        cpu_hits += from_cpu
+        disk_hits += from_disk
+        if observe is not None:
+            observe(request, from_cpu, from_disk)
+        saved += costs.of_first(from_cpu + from_disk)
         total += costs.of_first(len(keys))
         kept = cpu.take_in(keys)
         if disk is not None:

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tiers would have served of a trace of requests, in hits, bytes written and time saved."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from vllm_tiered_kv.policies import Eviction
+from vllm_tiered_kv.replay import (
+    BLOCK_TOKENS,
+    Request,
+    Settings,
+    TraceError,
+    belady,
+    endless,
+    read_trace,
+    replay,
+)
+from vllm_tiered_kv.sizing.errors import SizingError
+from vllm_tiered_kv.sizing.layers import Footprint
+from vllm_tiered_kv.sizing.timing import Compute, Link, Work
+
+SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
+"""Capacities of the curve, as shares of the trace's distinct blocks."""
+
+MAX_JOBS = 64
+DAY = 86_400.0
+
+
+class Times(msgspec.Struct, frozen=True):
+    """What a hit costs and what it saves."""
+
+    footprint: Footprint
+    """Of all GPUs' copies together."""
+    cpu: Link
+    disk: Link | None
+    """What comes from disk goes through host memory, too."""
+    work: Work
+    compute: Compute
+
+    def load_seconds(self, cpu_tokens: int, disk_tokens: int) -> float:
+        """Of a run of tokens, windows and states included as far as they are needed."""
+        tokens = cpu_tokens + disk_tokens
+        if not tokens:
+            return 0.0
+        nbytes = self.footprint.request_bytes(tokens)
+        seconds = self.cpu.seconds(nbytes)
+        if disk_tokens and self.disk is not None:
+            seconds += self.disk.seconds(nbytes * disk_tokens / tokens)
+        return seconds
+
+    def compute_seconds(self, tokens: int, before: int = 0) -> float:
+        """To compute what follows ``before`` tokens up to ``tokens``."""
+        flops = self.work.flops(tokens) - self.work.flops(before)
+        return flops / self.compute.flops
+
+
+class Tiers(msgspec.Struct, frozen=True):
+    """What is replayed."""
+
+    cpu_bytes: int
+    disk_bytes: int
+    """0: no disk."""
+    policy: Eviction
+    store_after: int = 1
+    min_tokens: int = 0
+
+
+class TierOutcome(msgspec.Struct, frozen=True):
+    """Of one policy in both tiers."""
+
+    policy: Eviction
+    cpu_hit_rate: float
+    """Of all blocks, 0 to 1."""
+    disk_hit_rate: float
+    bytes_written: int
+    """To disk."""
+    bytes_written_per_day: float
+    """At the trace's own pace; 0 where it takes no time."""
+    ttft: float
+    """Seconds without tiers, all requests together, queueing left aside."""
+    ttft_saved: float
+    """Seconds less, where every hit is loaded; below 0 where that costs more than it saves."""
+    ttft_saved_where_it_pays: float
+    """Seconds less, where only that is loaded which comes faster than it is computed."""
+
+
+class CurvePoint(msgspec.Struct, frozen=True):
+    """A hit rate in a CPU tier alone."""
+
+    policy: str
+    """One of the policies, or the optimum of who knows the future."""
+    capacity: int
+    """Bytes."""
+    share: float
+    """Of the bytes of all distinct blocks."""
+    hit_rate: float
+
+
+class TraceFacts(msgspec.Struct, frozen=True):
+    """What there is to know of a trace before it is replayed."""
+
+    requests: int
+    blocks: int
+    distinct_blocks: int
+    distinct_bytes: int
+    seconds: float
+    endless_hit_rate: float
+    """What a tier without a limit serves."""
+
+
+class TraceReport(msgspec.Struct, frozen=True):
+    """All of it."""
+
+    facts: TraceFacts
+    outcomes: tuple[TierOutcome, ...]
+    curve: tuple[CurvePoint, ...]
+
+
+class _Loaded:
+    """A trace in a process that replays it."""
+
+    requests: tuple[Request, ...] = ()
+
+
+def load_trace(path: Path, limit: int) -> tuple[Request, ...]:
+    """The first ``limit`` requests.
+
+    Raises:
+        SizingError: there are none, or a line is not a request.
+    """
+    try:
+        requests = tuple(itertools.islice(read_trace(path), limit))
+    except TraceError as error:
+        raise SizingError(str(error)) from None
+    except OSError as error:
+        raise SizingError(f"{path} cannot be read: {error.strerror or error}") from None
+    if not requests or not any(request.hash_ids for request in requests):
+        raise SizingError(f"{path} holds no requests with blocks")
+    return requests
+
+
+def trace_facts(requests: Sequence[Request], block_bytes: int) -> TraceFacts:
+    """What there is to know of them, in blocks of ``block_bytes``."""
+    blocks = sum(len(request.hash_ids) for request in requests)
+    distinct = len({block for request in requests for block in request.hash_ids})
+    times = [request.timestamp for request in requests]
+    return TraceFacts(
+        requests=len(requests),
+        blocks=blocks,
+        distinct_blocks=distinct,
+        distinct_bytes=distinct * block_bytes,
+        seconds=(max(times) - min(times)) / 1e3,
+        endless_hit_rate=endless(requests) / blocks,
+    )
+
+
+def block_bytes(footprint: Footprint) -> int:
+    """Of one block of a trace in a tier. Recurrent states are left out."""
+    return BLOCK_TOKENS * footprint.tier_bytes_per_token
+
+
+def replay_tiers(
+    requests: Sequence[Request], tiers: Tiers, times: Times, seconds: float
+) -> TierOutcome:
+    """One policy in both tiers.
+
+    Args:
+        seconds: that the trace takes.
+
+    Raises:
+        SizingError: the CPU tier holds no block.
+    """
+    size = block_bytes(times.footprint)
+    if tiers.cpu_bytes < size:
+        raise SizingError(
+            f"a CPU tier of {tiers.cpu_bytes} bytes does not hold one block of {size} bytes"
+        )
+    total = always = gated = 0.0
+
+    def observe(request: Request, cpu: int, disk: int) -> None:
+        nonlocal total, always, gated
+        # The last block may not be full, and the last token is always computed.
+        most = max(0, request.input_length - 1)
+        tokens = min((cpu + disk) * BLOCK_TOKENS, most)
+        from_cpu = min(cpu * BLOCK_TOKENS, tokens)
+        total += times.compute_seconds(request.input_length)
+        saved = times.compute_seconds(tokens) - times.load_seconds(from_cpu, tokens - from_cpu)
+        always += saved
+        gated += max(0.0, saved)
+
+    outcome = replay(
+        requests,
+        Settings(
+            cpu_blocks=tiers.cpu_bytes // size,
+            cpu_eviction=tiers.policy,
+            disk_bytes=tiers.disk_bytes,
+            disk_eviction=tiers.policy,
+            min_tokens=tiers.min_tokens,
+            store_after=tiers.store_after,
+            block_bytes=size,
+        ),
+        observe,
+    )
+    return TierOutcome(
+        policy=tiers.policy,
+        cpu_hit_rate=outcome.cpu_hits / outcome.blocks,
+        disk_hit_rate=outcome.disk_hits / outcome.blocks,
+        bytes_written=outcome.disk_written,
+        bytes_written_per_day=outcome.disk_written / seconds * DAY if seconds else 0.0,
+        ttft=total,
+        ttft_saved=always,
+        ttft_saved_where_it_pays=gated,
+    )
+
+
+def curve_point(requests: Sequence[Request], policy: Eviction | None, blocks: int) -> float:
+    """Hit rate in a CPU tier of ``blocks`` blocks; policy None: of who knows the future."""
+    if policy is None:
+        total = sum(len(request.hash_ids) for request in requests)
+        return belady(requests, blocks) / total
+    return replay(requests, Settings(blocks, policy)).hit_rate
+
+
+class _Task(msgspec.Struct, frozen=True):
+    """One replay: of tiers, or a point of the curve."""
+
+    tiers: Tiers | None
+    policy: Eviction | None = None
+    blocks: int = 0
+
+
+def replay_trace(
+    path: Path,
+    limit: int,
+    tiers: Sequence[Tiers],
+    times: Times,
+    *,
+    jobs: int,
+    advance: Callable[[int, int], None] | None = None,
+) -> TraceReport:
+    """Replay a trace with each of ``tiers``, and each policy of theirs at growing capacities.
+
+    Args:
+        path: of the trace; each process reads it.
+        limit: requests of it that are replayed.
+        jobs: processes.
+        advance: told how many replays of how many have ended.
+
+    Raises:
+        SizingError: the trace cannot be replayed, or a tier is too small.
+    """
+    requests = load_trace(path, limit)
+    size = block_bytes(times.footprint)
+    facts = trace_facts(requests, size)
+    policies: list[Eviction | None] = [each.policy for each in tiers]
+    counts = [max(1, int(share * facts.distinct_blocks)) for share in SHARES]
+    tasks = [_Task(each) for each in tiers]
+    points = [(policy, blocks) for policy in [*policies, None] for blocks in counts]
+    tasks += [_Task(None, policy, blocks) for policy, blocks in points]
+    outcomes: list[TierOutcome] = []
+    rates: list[float] = []
+    for result in _run(tasks, requests, (path, limit, times, facts.seconds), jobs):
+        if isinstance(result, TierOutcome):
+            outcomes.append(result)
+        else:
+            rates.append(result)
+        if advance is not None:
+            advance(len(outcomes) + len(rates), len(tasks))
+    curve = tuple(
+        CurvePoint(
+            policy=policy.value if policy is not None else "knows the future",
+            capacity=blocks * size,
+            share=blocks / facts.distinct_blocks,
+            hit_rate=rate,
+        )
+        for (policy, blocks), rate in zip(points, rates, strict=True)
+    )
+    return TraceReport(facts, tuple(outcomes), curve)
+
+
+def _run(
+    tasks: Sequence[_Task],
+    requests: tuple[Request, ...],
+    start: tuple[Path, int, Times, float],
+    jobs: int,
+) -> Iterator[TierOutcome | float]:
+    """Results in the order of the tasks."""
+    jobs = min(jobs, len(tasks), MAX_JOBS)
+    if jobs <= 1:
+        _, _, times, seconds = start
+        for task in tasks:
+            yield _replay(task, requests, times, seconds)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, _begin, start[:2]) as pool:
+        futures = [pool.submit(_replay_here, task, *start[2:]) for task in tasks]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _begin(path: Path, limit: int) -> None:
+    _Loaded.requests = load_trace(path, limit)
+
+
+def _replay_here(task: _Task, times: Times, seconds: float) -> TierOutcome | float:
+    return _replay(task, _Loaded.requests, times, seconds)
+
+
+def _replay(
+    task: _Task, requests: Sequence[Request], times: Times, seconds: float
+) -> TierOutcome | float:
+    if task.tiers is not None:
+        return replay_tiers(requests, task.tiers, times, seconds)
+    return curve_point(requests, task.policy, task.blocks)
