@@ -33,6 +33,8 @@ CHUNK_BYTES = 4 << 20
 MAX_BYTES = 16 << 30
 MAX_SECONDS = 120.0
 MAX_THREADS = 16
+GRACE = 10.0
+"""Seconds beyond the bound for calls under way to end."""
 
 _NAMESPACE = "measure"
 _FACTS = ChunkFacts((bytes(32),), 1, 0, 1)
@@ -200,14 +202,19 @@ def _in_threads(work: Callable[[int, float], int], bounds: Bounds, what: str) ->
     for thread in range(bounds.threads):
         threading.Thread(target=run, args=(thread,), daemon=True).start()
     moved = 0
-    for _ in range(bounds.threads):
+    failed: Exception | None = None
+    for _ in range(bounds.threads):  # all, also where one failed: they write to the same folder
         try:
-            answer = ended.get(timeout=max(0.0, deadline - time.monotonic()) + bounds.seconds)
+            answer = ended.get(timeout=max(0.0, deadline - time.monotonic()) + GRACE)
         except queue.Empty:
-            raise SizingError(f"{what} did not answer in {2 * bounds.seconds:g} s") from None
+            limit = bounds.seconds + GRACE
+            raise SizingError(f"{what} did not answer in {limit:g} s") from None
         if isinstance(answer, Exception):
-            raise answer
-        moved += answer
+            failed = failed or answer
+        else:
+            moved += answer
+    if failed is not None:
+        raise failed
     if not moved:
         raise SizingError(f"{what} moved nothing in {bounds.seconds:g} s")
     return Speed(moved, max(time.monotonic() - begin, 1e-9))
