@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_tiered_kv.cli.output import console, print_notes, print_table
 from vllm_tiered_kv.sizing.plan_report import PlanReport
 from vllm_tiered_kv.sizing.timing import Choice
-from vllm_tiered_kv.sizing.traces import TraceReport
+from vllm_tiered_kv.sizing.trace_report import TraceReport
 from vllm_tiered_kv.sizing.units import show_bytes, show_rate, show_seconds, show_tokens
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from vllm_tiered_kv.sizing.hit_window import working_set
 from vllm_tiered_kv.sizing.plan_report import PlanQuestion, PlanReport, TraceWindowRow
 from vllm_tiered_kv.sizing.read import Model
 from vllm_tiered_kv.sizing.timing import Compute, Link
-from vllm_tiered_kv.sizing.traces import Tiers, Times, block_bytes, load_trace, replay_trace
+from vllm_tiered_kv.sizing.trace_report import replay_trace
+from vllm_tiered_kv.sizing.traces import Tiers, Times, block_bytes, load_trace
 
 
 class TraceOptions(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_tiered_kv.sizing.errors import SizingError
-from vllm_tiered_kv.sizing.traces import CurvePoint
+from vllm_tiered_kv.sizing.trace_report import CurvePoint
 from vllm_tiered_kv.sizing.units import show_bytes
 
 _FUTURE = "knows the future"

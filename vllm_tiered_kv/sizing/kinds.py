@@ -92,8 +92,10 @@ def _from_letters(pattern: str) -> Iterator[Kind]:
 
 
 def _from_names(config: HfConfig, names: list[str]) -> Iterator[Kind]:
-    # Zamba2's "mamba" layers stand beside "hybrid" ones; a window is only one if it has a length.
-    for index, name in enumerate(names):
+    layers = config.num_hidden_layers or len(names)
+    if len(names) < layers:
+        raise SizingError(f"the types of {len(names)} of {layers} layers are given")
+    for index, name in enumerate(names[:layers]):  # what follows are layers that predict ahead
         kind = _BY_NAME.get(name)
         if kind is None:
             raise SizingError(f"layer {index} is of type {name!r}, which is not known here")

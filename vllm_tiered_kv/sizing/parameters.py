@@ -7,6 +7,8 @@ percent of the truth, for hybrids within a few.
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from vllm_tiered_kv.sizing import families
@@ -15,6 +17,24 @@ from vllm_tiered_kv.sizing.hf_config import HfConfig
 from vllm_tiered_kv.sizing.kinds import Kind, count_layers, layer_kinds
 from vllm_tiered_kv.sizing.read import attention_heads, head_dim, kv_heads
 from vllm_tiered_kv.sizing.states import inner_width
+
+
+class _Role(enum.Enum):
+    """What a layer has beside what mixes tokens."""
+
+    NOTHING = 0
+    DENSE = 1
+    EXPERTS = 2
+
+
+_OWN_ROLES = {
+    "-": _Role.DENSE,
+    "mlp": _Role.DENSE,
+    "E": _Role.EXPERTS,
+    "moe": _Role.EXPERTS,
+}
+_OF_THEIR_OWN = frozenset(_OWN_ROLES)
+"""Where these are layers of their own, the others have none."""
 
 
 class Parameters(msgspec.Struct, frozen=True):
@@ -100,14 +120,10 @@ def _feed_forward(config: HfConfig, index: int, hidden: int) -> tuple[int, int]:
     """Of one layer: all, and those of one token."""
     matrices = 2 if config.model_type in families.TWO_MATRICES else 3
     width = config.first("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim") or 4 * hidden
-    if config.hybrid_override_pattern:
-        letter = config.hybrid_override_pattern[index]
-        if letter in "M*":
-            return 0, 0
-        experts = letter == "E"
-    else:
-        experts = _has_experts(config, index)
-    if not experts:
+    role = _role(config, index)
+    if role is _Role.NOTHING:
+        return 0, 0
+    if role is _Role.DENSE:
         if config.intermediate_size_mlp:
             width = config.intermediate_size_mlp
         dense = matrices * hidden * width
@@ -119,6 +135,13 @@ def _feed_forward(config: HfConfig, index: int, hidden: int) -> tuple[int, int]:
     always = matrices * hidden * shared + hidden * count
     expert = matrices * hidden * own
     return always + count * expert, always + min(chosen, count) * expert
+
+
+def _role(config: HfConfig, index: int) -> _Role:
+    names = config.layers_block_type or list(config.hybrid_override_pattern or "")
+    if not _OF_THEIR_OWN.isdisjoint(names):
+        return _OWN_ROLES.get(names[index], _Role.NOTHING)
+    return _Role.EXPERTS if _has_experts(config, index) else _Role.DENSE
 
 
 def _shared_width(config: HfConfig, own: int) -> int:

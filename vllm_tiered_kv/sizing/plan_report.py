@@ -21,7 +21,7 @@ from vllm_tiered_kv.sizing.timing import (
     break_even,
     fetch_seconds,
 )
-from vllm_tiered_kv.sizing.traces import TraceReport
+from vllm_tiered_kv.sizing.trace_report import TraceReport
 from vllm_tiered_kv.sizing.weights import Weights
 
 

@@ -83,7 +83,7 @@ _EXPERTS: Json = {
     "topk_method": "noaux_tc",
     "norm_topk_prob": True,
 }
-_NOT_FALCON = ("head_dim", "num_key_value_heads")
+_FROM_HEADS = ("head_dim", "num_key_value_heads")
 _PER_LAYER: Json = {"vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32}
 
 
@@ -92,7 +92,7 @@ def _small(architecture: str, model_type: str, **more: Any) -> Json:
 
 
 def _falcon(**more: Any) -> Json:
-    plain = {name: value for name, value in SMALL.items() if name not in _NOT_FALCON}
+    plain = {name: value for name, value in SMALL.items() if name not in _FROM_HEADS}
     return {**plain, "architectures": ["FalconForCausalLM"], "model_type": "falcon", **more}
 
 
@@ -217,6 +217,20 @@ ARCHITECTURES: dict[str, Json] = {
         mamba_d_conv=4,
         time_step_limit=[0.0, float("inf")],
     ),
+    "zamba2": {
+        **{name: value for name, value in SMALL.items() if name not in _FROM_HEADS},
+        "architectures": ["Zamba2ForCausalLM"],
+        "model_type": "zamba2",
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"] * 2,
+        "hybrid_layer_ids": [2, 6],
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 1,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "num_mem_blocks": 1,
+        "adapter_rank": 16,
+    },
     "lfm2": _small(
         "Lfm2ForCausalLM",
         "lfm2",

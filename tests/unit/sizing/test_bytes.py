@@ -28,6 +28,7 @@ from vllm_tiered_kv.sizing.layers import (
     StateLayers,
     WindowBytes,
 )
+from vllm_tiered_kv.sizing.parameters import estimate
 from vllm_tiered_kv.sizing.read import Choices, read_model
 
 
@@ -131,6 +132,13 @@ def test_layers_pruned_one_by_one() -> None:
 
 
 def test_all_names_for_layers_without_keys_and_values() -> None:
+    zamba = {**c.ARCHITECTURES["zamba2"], "layers_block_type": None}
+    assert c.read(zamba).shape == c.read(c.ARCHITECTURES["zamba2"]).shape
+    nemotron = {**c.ARCHITECTURES["nemotron_h"], "hybrid_override_pattern": None}
+    nemotron["layers_block_type"] = ["mamba", "mlp", "mamba", "attention"] * 2
+    pattern = {**c.ARCHITECTURES["nemotron_h"], "hybrid_override_pattern": "M-M*M-M*"}
+    assert c.read(nemotron).shape == c.read(pattern).shape
+    assert estimate(c.decode(nemotron)) == estimate(c.decode(pattern))
     bamba = {
         **c.ARCHITECTURES["granitemoehybrid"],
         "layer_types": None,
@@ -195,8 +203,9 @@ def test_states_that_cannot_be_spread_evenly() -> None:
         ({"num_attention_heads": None, "num_key_value_heads": None}, "is missing; give --heads"),
         ({"head_dim": None, "hidden_size": None}, "head_dim is missing.*--head-dim"),
         ({"kv_lora_rank": 512}, "qk_rope_head_dim is missing; give --rope-dim"),
-        ({"layer_types": ["full_attention", "perceiver"]}, "layer 1 is of type 'perceiver'"),
-        ({"layer_types": ["sliding_attention"]}, "sliding_window is missing"),
+        ({"layer_types": ["full_attention", "perceiver"] * 4}, "layer 1 is of type 'perceiver'"),
+        ({"layer_types": ["full_attention"] * 7}, "types of 7 of 8 layers are given"),
+        ({"layer_types": ["sliding_attention"] * 8}, "sliding_window is missing"),
         ({"hybrid_override_pattern": "M?"}, "'\\?' is not known"),
         ({"attn_layer_period": 2}, "mamba_d_state is missing"),
         ({"compress_ratios": [1, 4]}, "compressed cache"),

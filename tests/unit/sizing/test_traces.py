@@ -13,14 +13,13 @@ from vllm_tiered_kv.replay import Request
 from vllm_tiered_kv.sizing.errors import SizingError
 from vllm_tiered_kv.sizing.layers import Footprint
 from vllm_tiered_kv.sizing.timing import Compute, Link, Work
+from vllm_tiered_kv.sizing.trace_report import SHARES, replay_trace
 from vllm_tiered_kv.sizing.traces import (
-    SHARES,
     Tiers,
     Times,
     curve_point,
     load_trace,
     replay_tiers,
-    replay_trace,
     trace_facts,
 )
 
