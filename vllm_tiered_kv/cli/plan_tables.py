@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.cli.output import console, print_notes, print_table
-from vllm_tiered_kv.sizing.plan_report import PlanReport
+from vllm_tiered_kv.sizing.plan_report import PlanReport, TraceWindowRow
 from vllm_tiered_kv.sizing.timing import Choice
 from vllm_tiered_kv.sizing.trace_report import TraceReport
 from vllm_tiered_kv.sizing.units import show_bytes, show_rate, show_seconds, show_tokens
@@ -21,7 +21,7 @@ def print_plan(report: PlanReport) -> None:
     _print_break_even(to, report)
     _print_window(to, report)
     if report.trace is not None:
-        _print_trace(to, report.trace)
+        _print_trace(to, report.trace, report.trace_window)
     notes = list(report.notes)
     assumed = [link.name for link in report.links if link.source == "assumed"]
     if assumed:
@@ -89,16 +89,9 @@ def _print_window(to: Console, report: PlanReport) -> None:
             f"a second with {window.new_tokens:,} new tokens: {show_bytes(window.capacity)}",
             markup=False,
         )
-    if report.trace_window is not None:
-        seen = report.trace_window
-        to.print(
-            f"The trace uses at most {show_bytes(seen.capacity)} within "
-            f"{show_seconds(seen.hit_window)}; kept, they serve {seen.hit_rate:.1%} of its blocks",
-            markup=False,
-        )
 
 
-def _print_trace(to: Console, trace: TraceReport) -> None:
+def _print_trace(to: Console, trace: TraceReport, window: TraceWindowRow | None) -> None:
     facts = trace.facts
     to.print(
         f"\nThe trace: {facts.requests:,} requests in {show_seconds(facts.seconds)}, "
@@ -107,6 +100,12 @@ def _print_trace(to: Console, trace: TraceReport) -> None:
         f"{facts.endless_hit_rate:.1%}",
         markup=False,
     )
+    if window is not None:
+        to.print(
+            f"It uses at most {show_bytes(window.capacity)} within "
+            f"{show_seconds(window.hit_window)}; kept, they serve {window.hit_rate:.1%}",
+            markup=False,
+        )
     rows = []
     for outcome in trace.outcomes:
         saved = outcome.ttft_saved_where_it_pays

@@ -322,3 +322,23 @@ def test_units() -> None:
         *("2.1 ms", "50 ms", "0.17 s", "9.99 s", "1,234 s", "-0.50 s")
     ]
     assert [show_tokens(value) for value in (131_072, 1 << 20, 1000)] == ["128K", "1M", "1,000"]
+
+
+def documented() -> list[tuple[list[str], list[str]]]:
+    """The commands of docs/sizing.md that show what they print, and the lines that they show."""
+    found = []
+    for block in (ROOT / "docs" / "sizing.md").read_text().split("```console\n$ ")[1:]:
+        command, _, shown = block.split("```")[0].replace("\\\n", "").partition("\n")
+        found.append((command.split()[1:], [line.rstrip() for line in shown.splitlines()]))
+    return found
+
+
+def test_the_docs_show_what_is_printed() -> None:
+    ran = 0
+    for arguments, shown in documented():
+        if "--trace" in arguments:  # takes minutes; its figures are known answers of test_traces
+            continue
+        printed = [line.rstrip() for line in run(*arguments).splitlines()]
+        assert [line for line in shown if line and line not in printed] == []
+        ran += 1
+    assert ran == 2
