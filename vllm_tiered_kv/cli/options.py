@@ -31,7 +31,7 @@ _LAYERS = "The model, where there is no config.json, or instead of what it says"
 ModelName = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         help="A folder with a config.json, the file, or a name in the local hub cache.",
         show_default=False,
     ),

@@ -20,6 +20,7 @@ MAX_LAYERS = 4096
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 """A dimension or a number of things."""
+Factor = Annotated[float, msgspec.Meta(gt=0, le=1024)]
 Names = Annotated[list[str], msgspec.Meta(max_length=MAX_LAYERS)]
 Indices = Annotated[list[Count], msgspec.Meta(max_length=MAX_LAYERS)]
 Counts = Count | Indices | None
@@ -128,8 +129,8 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_size: Count | None = None
     mamba_d_conv: Count | None = None
     conv_kernel: Count | None = None
-    mamba_expand: float | None = None
-    expand: float | None = None
+    mamba_expand: Factor | None = None
+    expand: Factor | None = None
     mamba_d_ssm: Count | None = None
     mamba_n_heads: Count | None = None
     mamba_num_heads: Count | None = None

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from vllm_tiered_kv.sizing.capacity import (
 )
 from vllm_tiered_kv.sizing.dtypes import Dtype, parse_dtype
 from vllm_tiered_kv.sizing.errors import SizingError
-from vllm_tiered_kv.sizing.hf_config import decode_config
+from vllm_tiered_kv.sizing.hf_config import HfConfig, decode_config
 from vllm_tiered_kv.sizing.layers import (
     AttentionLayers,
     Footprint,
@@ -30,6 +32,8 @@ from vllm_tiered_kv.sizing.layers import (
 )
 from vllm_tiered_kv.sizing.parameters import estimate
 from vllm_tiered_kv.sizing.read import Choices, read_model
+from vllm_tiered_kv.sizing.timing import Work
+from vllm_tiered_kv.sizing.work import attention_pairs
 
 
 def token_bytes(config: c.Json, kv: Dtype | None = None) -> int:
@@ -242,13 +246,19 @@ def test_a_file_that_is_no_configuration(data: bytes, reason: str) -> None:
 
 
 WORDS = st.sampled_from(["auto", "mamba", "full_attention", "llama", "M*-E", ""])
-SCALARS = st.none() | st.booleans() | st.integers(-3, 300) | st.sampled_from([1 << 80, 0.5]) | WORDS
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.sampled_from([1 << 80, 0.5, math.inf, math.nan])
+    | WORDS
+)
 JSON = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(WORDS, SCALARS, max_size=2)
-FIELDS = st.sampled_from(sorted(c.ARCHITECTURES["qwen3_next"] | c.ARCHITECTURES["nemotron_h"]))
+FIELDS = st.sampled_from(HfConfig.__struct_fields__)
 
 
 @given(field=FIELDS, value=JSON, base=st.sampled_from([*c.ARCHITECTURES]))
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_a_field_holds_is_an_answer_or_a_sizing_error(
     field: str, value: object, base: str
 ) -> None:
@@ -258,6 +268,10 @@ def test_whatever_a_field_holds_is_an_answer_or_a_sizing_error(
     except SizingError:
         return
     assert model.shape.one_copy().request_bytes(1000) >= 0
+    counted = estimate(model.config)
+    assert counted is None or counted.total >= counted.active > 0
+    with contextlib.suppress(SizingError):
+        assert Work(1, attention_pairs(model)).flops(10) >= 20
 
 
 def test_a_checkpoint_may_set_the_caches_format() -> None:
