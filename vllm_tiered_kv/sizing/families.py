@@ -61,6 +61,9 @@ GLOBAL_HEAD_DIM = MappingProxyType({"gemma4_text": 512})
 EXPANDED_LATENT = frozenset({"minicpm3"})
 """These have a latent rank, but vLLM keeps whole keys and values of them."""
 
+TWO_ATTENTIONS = frozenset({"longcat_flash"})
+"""Each of their layers (``num_layers``) attends twice."""
+
 TIED = frozenset({"gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "cohere2"})
 """Input and output embeddings are the same unless the file says otherwise."""
 

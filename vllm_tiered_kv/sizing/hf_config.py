@@ -113,6 +113,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     # Windows
     sliding_window: Count | None = None
+    max_position_embeddings: Count | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Count | None = None
     sliding_window_pattern: Count | str | None = None

@@ -57,8 +57,9 @@ def layer_kinds(config: HfConfig) -> list[Kind]:
 
 def count_layers(config: HfConfig) -> int:
     """Raises: SizingError: the number is missing, or is not one of a model."""
-    # LongCat's num_layers are pairs of attention layers, which num_hidden_layers counts.
     layers = config.first("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    if config.model_type in families.TWO_ATTENTIONS and config.num_layers:
+        layers = 2 * config.num_layers
     if layers is None:
         raise SizingError("the number of layers is missing (num_hidden_layers); give --layers")
     if layers > MAX_LAYERS:
@@ -101,6 +102,8 @@ def _from_names(config: HfConfig, names: list[str]) -> Iterator[Kind]:
             raise SizingError(f"layer {index} is of type {name!r}, which is not known here")
         if kind is Kind.WINDOW and not config.sliding_window:
             raise SizingError("layer_types names sliding windows, but sliding_window is missing")
+        if kind is Kind.WINDOW and not _has_window(config):
+            kind = Kind.FULL
         if kind is Kind.CHUNK and not config.attention_chunk_size:
             kind = Kind.FULL
         yield kind
@@ -146,7 +149,7 @@ def _with_windows(config: HfConfig, layers: int) -> Iterator[Kind]:
     family = config.model_type or ""
     if family.startswith("llama4") and config.attention_chunk_size:
         return _llama4(config, layers)
-    if not config.sliding_window or config.use_sliding_window is False:
+    if not _has_window(config) or config.use_sliding_window is False:
         return iter([Kind.FULL] * layers)
     if family.startswith("qwen"):
         first = config.max_window_layers if config.use_sliding_window else None
@@ -162,6 +165,12 @@ def _with_windows(config: HfConfig, layers: int) -> Iterator[Kind]:
     return (
         Kind.FULL if (i + 1) % interval == 0 or i == last else Kind.WINDOW for i in range(layers)
     )
+
+
+def _has_window(config: HfConfig) -> bool:
+    """A window that no prompt outgrows is none."""
+    window, longest = config.sliding_window or 0, config.max_position_embeddings or 0
+    return window > 0 and not 0 < longest <= window
 
 
 def _llama4(config: HfConfig, layers: int) -> Iterator[Kind]:

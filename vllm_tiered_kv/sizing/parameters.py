@@ -60,7 +60,7 @@ def estimate(config: HfConfig) -> Parameters | None:
 
 def _count(config: HfConfig) -> Parameters | None:
     hidden = config.first("hidden_size", "n_embd", "d_model")
-    if hidden is None or not config.vocab_size:
+    if hidden is None or not config.vocab_size or config.model_type in families.TWO_ATTENTIONS:
         return None
     kinds = layer_kinds(msgspec.structs.replace(config, num_kv_shared_layers=None))
     total = active = 0

@@ -87,6 +87,14 @@ def test_sliding_windows_are_a_fixed_part() -> None:
     assert footprint.tier_bytes_per_token == 34 * layer
 
 
+def test_a_window_that_no_prompt_outgrows_is_none() -> None:
+    phi = {**c.SMALL, "model_type": "phi3", "sliding_window": 4096}
+    assert c.read(phi).shape.one_copy() == c.read(c.SMALL).shape.one_copy()
+    assert c.read({**phi, "sliding_window": 4095}).shape.one_copy().bytes_per_token == 0
+    named = {**phi, "layer_types": ["sliding_attention"] * 8}
+    assert c.read(named).shape.one_copy() == c.read(c.SMALL).shape.one_copy()
+
+
 def test_a_text_model_inside_another_is_found_with_what_stands_outside() -> None:
     whole = {
         "model_type": "gemma3",
