@@ -143,6 +143,11 @@ class DiskAgent:
         return not self._closing and self._tier.is_writable
 
     @property
+    def is_closed(self) -> bool:
+        """Whether nothing will be written or offered any more."""
+        return self._closing
+
+    @property
     def is_degraded(self) -> bool:
         return self._tier.is_degraded
 
@@ -196,9 +201,18 @@ class DiskAgent:
         """Nobody waits for these reads any more; they still end."""
         self._say(self._tier.cancel, jobs)
 
-    def used_now(self, keys: Sequence[bytes]) -> None:
-        """Chunks were used; a prefix is given whole, tail first."""
-        self._say(self._tier.used_now, keys, time.time_ns())
+    def used_now(self, keys: Sequence[bytes], again: Sequence[bytes] = ()) -> None:
+        """A prefix is used, given tail first.
+
+        Args:
+            keys: its chunks that are used once more.
+            again: those before them, whose use has been told.
+        """
+        self._say(self._tier.used_now, keys, time.time_ns(), again)
+
+    def renew(self, keys: Sequence[bytes]) -> None:
+        """A prefix, tail first, is as new as its newest part; that is no use of it."""
+        self._say(self._tier.renew, keys)
 
     def look_for(self, job: int, keys: Sequence[bytes]) -> bool:
         """See whether another engine has written these chunks, or the first of them.

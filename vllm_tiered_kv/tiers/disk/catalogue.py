@@ -137,12 +137,14 @@ class Catalogue:
         chunk.fresh = True
         if is_new:
             self._policy.add(self._key(name), Item(nbytes, self._chunk_tokens, position))
-        else:
-            self._policy.use((self._key(name),))
 
     def used_now(self, keys: Iterable[bytes]) -> None:
-        """Chunks of ours were used; a prefix is given whole, tail first."""
+        """Chunks of ours were used once more; those of a prefix are given tail first."""
         self._policy.use([key for key in keys if key in self._own])
+
+    def renew(self, keys: Iterable[bytes]) -> None:
+        """Chunks of ours, given tail first, are as new as what was used or written last."""
+        self._policy.renew([key for key in keys if key in self._own])
 
     def forget(self, name: FileName) -> int:
         """A file is gone; returns the bytes it took, 0 if it was not here."""
@@ -157,6 +159,7 @@ class Catalogue:
         chunk.nbytes = self._shared(chunk.nbytes - nbytes)
         self.used -= nbytes
         self.files -= 1
+        self._policy.resize(self._key(name), chunk.nbytes)
         self._settle(name, chunk)
         return nbytes
 
@@ -320,6 +323,8 @@ class Catalogue:
         chunk.parts = self._shared(chunk.parts | bit)
         chunk.nbytes = self._shared(chunk.nbytes + nbytes - before)
         self.used += nbytes - before
+        if not is_new and nbytes != before:
+            self._policy.resize(self._key(name), chunk.nbytes)
         if self._usual.setdefault((name.namespace, name.rank, name.group), nbytes) != nbytes:
             self._unusual[name] = nbytes
         elif self._unusual:

@@ -184,10 +184,16 @@ class DiskTier:
         for i in range(0, len(begun), MAX_ORDERS):
             self._broadcast([CancelReads(tuple(begun[i : i + MAX_ORDERS]))])
 
-    def used_now(self, keys: Sequence[bytes], now_ns: int) -> None:
-        """Chunks were used; a prefix is given whole, tail first."""
+    def used_now(self, keys: Sequence[bytes], now_ns: int, again: Sequence[bytes] = ()) -> None:
+        """A prefix is used, given tail first: ``keys`` once more, ``again`` was told before."""
         self._catalogue.used_now(keys)
-        self._uses.note([key for key in keys if self._catalogue.groups(key)], now_ns)
+        self._catalogue.renew(again)
+        there = self._catalogue.groups
+        self._uses.note([key for key in (*keys, *again) if there(key)], now_ns)
+
+    def renew(self, keys: Sequence[bytes]) -> None:
+        """A prefix, tail first, is as new as its newest part."""
+        self._catalogue.renew(keys)
 
     def look_for(self, job: int, keys: Sequence[bytes]) -> None:
         """See whether another engine has written these chunks since the last scan."""
