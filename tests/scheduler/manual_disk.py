@@ -21,10 +21,11 @@ from vllm_tiered_kv.protocol import JobResult
 from vllm_tiered_kv.tiers.disk import open as disk_open
 from vllm_tiered_kv.tiers.disk.agent import DiskAgent
 from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
+from vllm_tiered_kv.tiers.disk.chores import Chore
 from vllm_tiered_kv.tiers.disk.direct import IoMode
 from vllm_tiered_kv.tiers.disk.executor import DiskExecutor
 from vllm_tiered_kv.tiers.disk.files import Files
-from vllm_tiered_kv.tiers.disk.keeper import Chore, Keeper
+from vllm_tiered_kv.tiers.disk.keeper import Keeper
 from vllm_tiered_kv.tiers.disk.orders import (
     CancelReads,
     OpenFolder,
@@ -37,6 +38,7 @@ from vllm_tiered_kv.tiers.disk.orders import (
 )
 from vllm_tiered_kv.tiers.disk.settings import TierSettings
 from vllm_tiered_kv.tiers.disk.store import RankFolder
+from vllm_tiered_kv.tiers.disk.survey import Leftovers
 from vllm_tiered_kv.tiers.disk.tier import DiskTier
 
 PATIENCE = 60.0
@@ -47,6 +49,7 @@ class ManualKeeper(Keeper):
 
     def __init__(self, root: Path, tell: Callable[[Any], None]) -> None:
         self._root, self._files, self._tell = root, Files(), tell
+        self._leftovers = Leftovers()
         self._closing = False
         self._close_by = math.inf
         self.busy_since = None

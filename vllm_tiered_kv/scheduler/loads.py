@@ -13,7 +13,6 @@ from vllm_tiered_kv.scheduler.core import TIER, Core
 from vllm_tiered_kv.scheduler.disk import TIER as DISK
 from vllm_tiered_kv.scheduler.fetch import Look
 from vllm_tiered_kv.scheduler.groups import usable_chunks
-from vllm_tiered_kv.scheduler.index import Node
 from vllm_tiered_kv.scheduler.jobs import ActiveLoad
 from vllm_tiered_kv.scheduler.plan import chunk_key, chunk_keys, count_chunks, plan_load
 from vllm_tiered_kv.scheduler.requests import Offer, RequestState

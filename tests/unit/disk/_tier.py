@@ -12,9 +12,7 @@ import msgspec
 from vllm_tiered_kv.policies.lru import LRU
 from vllm_tiered_kv.tiers.disk.active import Ended
 from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName, FoundFile
-from vllm_tiered_kv.tiers.disk.direct import IoMode
-from vllm_tiered_kv.tiers.disk.format import ChunkFacts
-from vllm_tiered_kv.tiers.disk.keeper import (
+from vllm_tiered_kv.tiers.disk.chores import (
     Chore,
     Measure,
     Measured,
@@ -30,6 +28,8 @@ from vllm_tiered_kv.tiers.disk.keeper import (
     ScanPiece,
     Trouble,
 )
+from vllm_tiered_kv.tiers.disk.direct import IoMode
+from vllm_tiered_kv.tiers.disk.format import ChunkFacts
 from vllm_tiered_kv.tiers.disk.orders import (
     Order,
     OrderResult,

@@ -15,10 +15,7 @@ from tests.unit.disk._agent import FaultyFiles
 from tests.unit.disk._files import KEY, NAMESPACE, mode_of, path_of, rank_folder, write
 from vllm_tiered_kv.tiers.disk import keeper as module
 from vllm_tiered_kv.tiers.disk.catalogue import FileName
-from vllm_tiered_kv.tiers.disk.format import file_bytes
-from vllm_tiered_kv.tiers.disk.keeper import (
-    NAMESPACE_BYTES,
-    Keeper,
+from vllm_tiered_kv.tiers.disk.chores import (
     Measure,
     Measured,
     News,
@@ -34,10 +31,12 @@ from vllm_tiered_kv.tiers.disk.keeper import (
     Touch,
     Trouble,
 )
-from vllm_tiered_kv.tiers.disk.settings import FOLDER_BYTES
+from vllm_tiered_kv.tiers.disk.format import file_bytes
+from vllm_tiered_kv.tiers.disk.keeper import Keeper
+from vllm_tiered_kv.tiers.disk.survey import PAGE
 
 NAME = FileName(NAMESPACE, 0, 0, KEY)
-SCAN = Scan(NAMESPACE, 0.0)
+SCAN = Scan(NAMESPACE, 1, 0.0)
 
 
 class Bench:
@@ -90,11 +89,11 @@ def test_a_scan_tells_files_and_counts_the_rest(bench: Bench, tmp_path: Path) ->
     assert isinstance(piece, ScanPiece)
     assert isinstance(ended, ScanEnded)
     assert {f.name for f in piece.files} == {NAME, FileName("another", 3, 0, KEY)}
-    folders = 2 * NAMESPACE_BYTES + 2 * FOLDER_BYTES  # of the other one: its ranks' too
-    assert ended.other_bytes == folders + 2000
+    folders = (1 + 5) * PAGE  # two namespaces, and in the other one two ranks, two tmp, a shard
+    assert ended.other_bytes == folders + PAGE + 2000
     assert ended.missed == 0
-    young = bench.ask(Scan(NAMESPACE, 60.0), ScanEnded)
-    assert young.other_bytes == folders + 1000  # ours may be under way
+    young = bench.ask(Scan(NAMESPACE, 1, 60.0), ScanEnded)
+    assert young.other_bytes == folders + PAGE + 1000  # ours may be under way
 
 
 def test_a_scan_says_what_it_could_not_see(bench: Bench, tmp_path: Path) -> None:

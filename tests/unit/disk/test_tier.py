@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.disk._tier import FILE, OWN, ROOM, Bench, key_of
 from vllm_tiered_kv.tiers.disk.catalogue import FileName
+from vllm_tiered_kv.tiers.disk.chores import Prepare, Remove, Scan, ScanEnded, Touch
 from vllm_tiered_kv.tiers.disk.flight import MAX_WRITES, WRITE_PATIENCE
-from vllm_tiered_kv.tiers.disk.keeper import Prepare, Remove, Scan, ScanEnded, Touch
 from vllm_tiered_kv.tiers.disk.orders import (
     CancelReads,
     OpenFolder,

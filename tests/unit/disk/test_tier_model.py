@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from tests.unit.disk._tier import FILE, OWN, Bench, key_of
 from vllm_tiered_kv.tiers.disk.catalogue import FileName
-from vllm_tiered_kv.tiers.disk.keeper import Remove
+from vllm_tiered_kv.tiers.disk.chores import Remove
 from vllm_tiered_kv.tiers.disk.orders import OrderResult, Outcome, RankReport
 
 keys = st.integers(0, 30).map(key_of)

@@ -25,8 +25,9 @@ from vllm_tiered_kv.protocol import JobResult, JobStatus
 from vllm_tiered_kv.tiers.disk.active import Ended
 from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
 from vllm_tiered_kv.tiers.disk.channel import AgentSockets
+from vllm_tiered_kv.tiers.disk.chores import News
 from vllm_tiered_kv.tiers.disk.files import Files
-from vllm_tiered_kv.tiers.disk.keeper import Keeper, News
+from vllm_tiered_kv.tiers.disk.keeper import Keeper
 from vllm_tiered_kv.tiers.disk.orders import RankReport, ReadOrder, WriteOrder
 from vllm_tiered_kv.tiers.disk.settings import TierSettings
 from vllm_tiered_kv.tiers.disk.tier import DiskTier

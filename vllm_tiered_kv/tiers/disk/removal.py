@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName
-from vllm_tiered_kv.tiers.disk.keeper import BATCH, Chore, Remove, Removed
+from vllm_tiered_kv.tiers.disk.chores import BATCH, Chore, Remove, Removed
 from vllm_tiered_kv.tiers.disk.quota import Quota
 
 

@@ -11,12 +11,10 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from vllm_tiered_kv.bits import bits_of
+from vllm_tiered_kv.tiers.disk import failures
 from vllm_tiered_kv.tiers.disk.active import ActiveOrder, Ended
 from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName
-from vllm_tiered_kv.tiers.disk.direct import IoMode
-from vllm_tiered_kv.tiers.disk.failures import FailureReason
-from vllm_tiered_kv.tiers.disk.flight import Flight
-from vllm_tiered_kv.tiers.disk.keeper import (
+from vllm_tiered_kv.tiers.disk.chores import (
     BATCH,
     Chore,
     Measured,
@@ -32,6 +30,9 @@ from vllm_tiered_kv.tiers.disk.keeper import (
     Touch,
     Trouble,
 )
+from vllm_tiered_kv.tiers.disk.direct import IoMode
+from vllm_tiered_kv.tiers.disk.failures import FailureReason
+from vllm_tiered_kv.tiers.disk.flight import Flight
 from vllm_tiered_kv.tiers.disk.orders import (
     MAX_ORDERS,
     CancelReads,
@@ -52,6 +53,7 @@ from vllm_tiered_kv.tiers.disk.uses import Uses
 
 TOUCH_EVERY = 5.0
 """Seconds."""
+OF_ONE_CHUNK = frozenset(reason.value for reason in failures.OF_ONE_CHUNK)
 MAX_PROBED = 512
 """Files asked about at once."""
 
@@ -88,7 +90,9 @@ class DiskTier:
         self._clock = clock
         self._quota = Quota(settings, catalogue)
         self._flight = Flight(settings.max_queued, tell)
-        self._upkeep = Upkeep(ask, shared=settings.shared, io_deadline=settings.io_deadline)
+        self._upkeep = Upkeep(
+            ask, settings.ranks, shared=settings.shared, io_deadline=settings.io_deadline
+        )
         self._removal = Removal(catalogue, self._quota, ask)
         self._uses = Uses()
         self._namespace = ""
@@ -287,7 +291,9 @@ class DiskTier:
     def _finish(self, active: ActiveOrder) -> None:
         order, writing = active.order, isinstance(active.order, WriteOrder)
         health = self._upkeep.writes if writing else self._upkeep.reads
-        if active.outcome is Outcome.FAILED:
+        if active.outcome is Outcome.FAILED and active.reason in OF_ONE_CHUNK:
+            self._trouble("disk_write" if writing else "disk_read", f"one chunk: {active.reason}")
+        elif active.outcome is Outcome.FAILED:
             full = active.reason == FailureReason.NO_SPACE.value
             health.failed(self._clock(), at_once=full)
             if full:
@@ -323,6 +329,7 @@ class DiskTier:
                 self._removal.removed(news)
                 if news.stuck:
                     self._trouble("disk_remove", f"{len(news.stuck)} files cannot be removed")
+                if news.stuck and not news.gone:  # one alone must not stop the tier
                     self._upkeep.keeps.failed(now)
             case Probed():
                 self._catalogue.found_late(news.there)
