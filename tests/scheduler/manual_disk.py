@@ -205,7 +205,7 @@ class ManualAgent(DiskAgent):
             self._inbox.popleft()()
         if len(self.executors) != self._connected:
             self._connected = len(self.executors)
-            self._tier.connected(self._connected)
+            self._tier.connected({rank: e._part_bytes for rank, e in self.executors.items()})
 
     def keep(self) -> None:
         """The keeper does a chore."""

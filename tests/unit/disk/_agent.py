@@ -24,7 +24,7 @@ from vllm_tiered_kv.tiers.disk.direct import aligned_buffer
 from vllm_tiered_kv.tiers.disk.executor import DiskExecutor
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.format import ChunkFacts, file_bytes, padded
-from vllm_tiered_kv.tiers.disk.orders import Outcome, Part, ReadOrder, WriteOrder
+from vllm_tiered_kv.tiers.disk.orders import Hello, Outcome, Part, ReadOrder, WriteOrder
 from vllm_tiered_kv.tiers.disk.settings import ENTRY_BYTES, FOLDER_BYTES, TierSettings
 
 SPACE = "0123456789abcdef-fedcba9876543210"
@@ -109,7 +109,7 @@ class Rig:
         self.executors = [
             DiskExecutor(
                 rank,
-                RankSockets(rank, *self.agent.addresses),
+                RankSockets(rank, *self.agent.addresses, Hello((PART,) * groups)),
                 lambda slot, nbytes, rank=rank: self.view(rank, slot, nbytes),
                 (PART,) * groups,
                 files,

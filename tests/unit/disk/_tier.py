@@ -29,7 +29,7 @@ from vllm_tiered_kv.tiers.disk.chores import (
     Trouble,
 )
 from vllm_tiered_kv.tiers.disk.direct import IoMode
-from vllm_tiered_kv.tiers.disk.format import ChunkFacts
+from vllm_tiered_kv.tiers.disk.format import HEADER_BYTES, ChunkFacts
 from vllm_tiered_kv.tiers.disk.orders import (
     Order,
     OrderResult,
@@ -89,6 +89,9 @@ class Bench:
         self.unreachable: set[int] = set()
         self.takes_chores = True
         self.free = 1 << 40
+        usual = (FILE - HEADER_BYTES,) * groups
+        self.part_bytes_of = dict.fromkeys(range(ranks), usual)
+        """By rank and KV cache group; 0 where it has no layer of the group."""
         self.catalogue = Catalogue(ranks, LRU(), 16)
         self.tier = DiskTier(
             self.settings,
@@ -123,11 +126,16 @@ class Bench:
         """Until the ranks know the folder."""
         self.tier.open(OWN, {})
         self.keep()
-        self.tier.connected(self.settings.ranks)
+        self.connect()
         assert self.tier.is_readable
         for sent in self.sent:
             sent.clear()
         return self
+
+    def connect(self, ranks: int | None = None) -> None:
+        """So many ranks, or all, have said hello."""
+        count = self.settings.ranks if ranks is None else ranks
+        self.tier.connected({rank: self.part_bytes_of[rank] for rank in range(count)})
 
     def write(self, key: bytes, groups: Sequence[int] = (0,), index: int = 0) -> int:
         job = self._number()
@@ -161,27 +169,26 @@ class Bench:
         assert isinstance(order, ReadOrder | WriteOrder)
         self.sent[rank].remove(order)
         names = [FileName(OWN, rank, part.group, order.key) for part in order.parts]
+        sizes = [FILE if self.part_bytes_of[rank][name.group] else 0 for name in names]
         if outcome is not Outcome.DONE:
             names = names[: min(done, len(names) - 1)]
         if outcome is Outcome.DROPPED:
             return OrderResult(order.job, outcome)
         if isinstance(order, WriteOrder):
-            new = [name for name in names if name not in self.disk]
-            self.disk.update(dict.fromkeys(names, FILE))
+            real = [name for name, size in zip(names, sizes, strict=False) if size]
+            new = [name for name in real if name not in self.disk]
+            self.disk.update(dict.fromkeys(real, FILE))
             made = FILE * len(new) if outcome is Outcome.DONE else 0
-            return OrderResult(order.job, outcome, made, (FILE,) * len(names))
+            return OrderResult(order.job, outcome, made, tuple(sizes[: len(names)]))
         there = 0
-        for name in names:
-            if name not in self.disk:
-                return OrderResult(order.job, Outcome.MISSING, 0, (FILE,) * there)
+        for name, size in zip(names, sizes, strict=False):
+            if size and name not in self.disk:
+                return OrderResult(order.job, Outcome.MISSING, 0, tuple(sizes[:there]))
             there += 1
-        if outcome is Outcome.DAMAGED:
+        if outcome in (Outcome.DAMAGED, Outcome.MISSING):
             bad = FileName(OWN, rank, order.parts[there].group, order.key)
             self.disk.pop(bad, None)
-        if outcome is Outcome.MISSING:
-            bad = FileName(OWN, rank, order.parts[there].group, order.key)
-            self.disk.pop(bad, None)
-        return OrderResult(order.job, outcome, 0, (FILE,) * there)
+        return OrderResult(order.job, outcome, 0, tuple(sizes[:there]))
 
     def answer(self, order: Order, outcome: Outcome = Outcome.DONE, rank: int = 0) -> None:
         self.tier.report(RankReport(rank, (self.do(rank, order, outcome),)))

@@ -11,6 +11,7 @@ from tests.unit.disk._tier import FILE, OWN, ROOM, Bench, key_of
 from vllm_tiered_kv.tiers.disk.catalogue import FileName
 from vllm_tiered_kv.tiers.disk.chores import Prepare, Remove, Scan, ScanEnded, Touch
 from vllm_tiered_kv.tiers.disk.flight import MAX_WRITES, WRITE_PATIENCE
+from vllm_tiered_kv.tiers.disk.format import HEADER_BYTES
 from vllm_tiered_kv.tiers.disk.orders import (
     CancelReads,
     OpenFolder,
@@ -40,18 +41,18 @@ def test_ranks_are_told_once_they_are_there_and_the_folder_is_known() -> None:
     bench = Bench(ranks=2)
     bench.tier.open(OWN, {"means": "this"})
     assert bench.chores[0] == Prepare(OWN, {"means": "this"})
-    bench.tier.connected(1)
+    bench.connect(1)
     bench.keep()
     assert not bench.tier.is_readable
     assert bench.tier.is_connecting
-    bench.tier.connected(2)
+    bench.connect(2)
     assert bench.tier.is_readable
     assert [list(sent) for sent in bench.sent] == [[OpenFolder("/nowhere", OWN, False)]] * 2
 
 
 def test_a_rank_that_comes_anew_is_told_again() -> None:
     bench = Bench().open()
-    bench.tier.connected(1)
+    bench.connect(1)
     assert isinstance(bench.sent[0][0], OpenFolder)
     assert bench.tier.is_readable
 
@@ -61,7 +62,7 @@ def test_writes_wait_until_the_tier_is_open() -> None:
     bench.tier.open(OWN, {})
     job = bench.write(key_of(1))
     bench.keep()
-    bench.tier.connected(1)
+    bench.connect(1)
     bench.serve()
     assert bench.outcomes[job] is Outcome.DONE
     assert bench.tier.groups(key_of(1)) == 1
@@ -89,7 +90,7 @@ def test_writes_do_not_wait_for_ranks_that_never_come() -> None:
 def test_it_opens_by_itself_once_the_folder_can_be_had() -> None:
     bench = Bench()
     bench.tier.open(OWN, {})
-    bench.tier.connected(1)
+    bench.connect(1)
     bench.fail_chore()
     for _ in range(5):
         bench.later(70)
@@ -537,3 +538,100 @@ def test_only_orders_are_sent_after_opening() -> None:
     bench = Bench().open()
     bench.write(key_of(1))
     assert all(isinstance(order, WriteOrder) for order in bench.sent[0])
+
+
+# -- ranks that differ ---------------------------------------------------------------------
+
+
+def staged() -> Bench:
+    """Two pipeline stages, of which only the second has layers of group 1."""
+    bench = Bench(ranks=2, groups=2)
+    bench.part_bytes_of = {0: (FILE - HEADER_BYTES, 0), 1: (FILE - HEADER_BYTES,) * 2}
+    return bench
+
+
+def test_a_rank_without_layers_of_a_group_has_nothing_to_write_of_it() -> None:
+    bench = staged().open()
+    job = bench.write(key_of(1), (0, 1))
+    bench.serve()
+    assert bench.outcomes[job] is Outcome.DONE
+    assert bench.tier.groups(key_of(1)) == 0b11
+    assert set(bench.disk) == {name(1), name(1, rank=1), name(1, rank=1, group=1)}
+    job = bench.read(key_of(1), (0, 1))
+    bench.serve()
+    assert bench.outcomes[job] is Outcome.DONE
+    assert bench.tier.used == 3 * FILE
+
+
+def test_what_lies_there_before_the_ranks_come_is_whole_then() -> None:
+    bench = staged()
+    bench.disk = {name(1): FILE, name(1, rank=1): FILE, name(1, rank=1, group=1): FILE}
+    bench.disk |= {name(2): FILE, name(3, group=1): FILE}
+    bench.tier.open(OWN, {})
+    bench.keep()
+    assert bench.catalogue.groups(key_of(1)) == 0b01
+    bench.connect()
+    assert [bench.tier.groups(key_of(i)) for i in (1, 2, 3)] == [0b11, 0, 0]
+    bench.tier.purge()  # nothing of this was written here
+    bench.connect()
+    assert bench.tier.groups(key_of(1)) == 0b11
+
+
+def test_a_group_is_not_whole_without_the_ranks_that_have_it() -> None:
+    bench = staged()
+    bench.disk = {name(1): FILE, name(1, rank=1): FILE, name(1, rank=1, group=1): FILE}
+    bench.open()
+    del bench.disk[name(1, rank=1, group=1)]
+    job = bench.read(key_of(1), (0, 1))
+    bench.serve()
+    assert bench.outcomes[job] is Outcome.MISSING
+    assert bench.tier.groups(key_of(1)) == 0b01
+
+
+def test_uses_are_written_down_where_there_is_a_file() -> None:
+    bench = staged()
+    bench.disk = {name(1, rank=1, group=1): FILE}
+    bench.open()
+    bench.tier.used_now([key_of(1)], 1000)
+    bench.later(6)
+    touches = [chore for chore in bench.chores if isinstance(chore, Touch)]
+    assert [list(t.files) for t in touches] == [[(name(1, rank=1, group=1), 1000)]]
+
+
+def test_what_others_wrote_is_looked_for_where_it_can_be() -> None:
+    bench = staged()
+    bench.open()
+    bench.disk = {name(1): FILE, name(1, rank=1): FILE, name(1, rank=1, group=1): FILE}
+    bench.look_for([key_of(1)])
+    bench.keep()
+    assert bench.tier.groups(key_of(1)) == 0b11
+
+
+def test_room_is_kept_for_what_each_rank_says() -> None:
+    """The second stage's layers take more than the scheduler was told of the first's."""
+    bench = Bench(ranks=2)
+    bench.part_bytes_of = {0: (FILE - HEADER_BYTES,), 1: (9 * FILE - HEADER_BYTES,)}
+    bench.open()
+    for i in range(ROOM):
+        bench.write(key_of(i))
+        for rank in range(2):
+            for order in bench.orders(rank):
+                nbytes = FILE * (9 if rank else 1)
+                bench.sent[rank].remove(order)
+                bench.disk[name(i, rank=rank)] = nbytes
+                result = OrderResult(order.job, Outcome.DONE, nbytes, (nbytes,))
+                bench.tier.report(RankReport(rank, (result,)))
+                assert bench.tier.used <= bench.settings.capacity
+        bench.keep()
+    assert sum(bench.disk.values()) > 15 * FILE
+
+
+def test_ranks_that_are_not_of_this_engine_do_not_open_it() -> None:
+    bench = Bench(ranks=2)
+    bench.tier.open(OWN, {})
+    bench.keep()
+    for others in ({0: (1,), 7: (1,)}, {0: (1,), 1: (1, 1)}, {0: (1,), 1: ()}):
+        bench.tier.connected(others)
+        assert not bench.tier.is_readable
+    bench.tier.connected({0: (1,), 1: (1,), 7: (1,)})
+    assert bench.tier.is_readable

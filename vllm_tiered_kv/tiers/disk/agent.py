@@ -284,7 +284,9 @@ class DiskAgent:
                     self._do(self._inbox.popleft())
                 if self._sockets.hellos != hellos:
                     hellos = self._sockets.hellos
-                    self._tier.connected(self._sockets.ranks)
+                    self._tier.connected(
+                        {rank: hello.part_bytes for rank, hello in self._sockets.said.items()}
+                    )
                 if self._tier.is_scanned and not announced:
                     announced = True
                     self._announce()

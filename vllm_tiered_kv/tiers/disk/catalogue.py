@@ -7,14 +7,17 @@ No I/O. It belongs to the agent's thread; others may ask for :meth:`Catalogue.gr
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
+import operator
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from vllm_tiered_kv.bits import bit_mask, bits_of
 from vllm_tiered_kv.policies import EvictionPolicy, Item
 from vllm_tiered_kv.tiers.disk.settings import ENTRY_BYTES
 
@@ -83,7 +86,9 @@ class Catalogue:
     """
 
     def __init__(self, ranks: int, policy: EvictionPolicy[PolicyKey], chunk_tokens: int) -> None:
-        self._every_rank = sum(1 << (rank * MAX_GROUPS) for rank in range(ranks))
+        every_rank = sum(1 << (rank * MAX_GROUPS) for rank in range(ranks))
+        self._whole = [every_rank << group for group in range(MAX_GROUPS)]
+        """By KV cache group the files that make it whole."""
         self._policy = policy
         self._chunk_tokens = chunk_tokens
         self._own: dict[bytes, _Chunk] = {}
@@ -108,6 +113,29 @@ class Catalogue:
     def open(self, namespace: str) -> None:
         """Say which namespace is ours, before anything is entered."""
         self._namespace = namespace
+
+    def ranks_have(self, groups: Sequence[int]) -> None:
+        """Which groups each rank has layers of, as bits: of the others it has no files.
+
+        Pipeline stages may differ in that. It costs a walk over all chunks if it is news.
+        """
+        is_news = False
+        for group in bits_of(functools.reduce(operator.or_, groups, 0)):
+            ranks = [rank for rank, mask in enumerate(groups) if mask >> group & 1]
+            whole = bit_mask(rank * MAX_GROUPS + group for rank in ranks)
+            is_news |= whole != self._whole[group]
+            self._whole[group] = whole
+        if not is_news:
+            return
+        for key, chunk in self._own.items():
+            if key not in self._distrusted:
+                present = functools.reduce(operator.or_, _by_rank(chunk.parts), 0)
+                self._offer(key, chunk, self._complete(chunk.parts, present))
+
+    def a_rank_with(self, group: int) -> int:
+        """The first rank that has files of a group."""
+        whole = self._whole[group]
+        return max(0, (whole & -whole).bit_length() - 1) // MAX_GROUPS
 
     def groups(self, key: bytes) -> int:
         """Bit ``g``: group ``g``'s part of this chunk is there on every rank. Any thread."""
@@ -330,7 +358,7 @@ class Catalogue:
         elif self._unusual:
             self._unusual.pop(name, None)
         if name.namespace == self._namespace and name.key not in self._distrusted:
-            whole = self._every_rank << name.group
+            whole = self._whole[name.group]
             if chunk.parts & whole == whole:
                 chunk.complete |= 1 << name.group
         return chunk, is_new
@@ -358,12 +386,7 @@ class Catalogue:
 
     def _settle(self, name: FileName, chunk: _Chunk) -> None:
         """Nothing is offered that is not whole; a chunk without files is no chunk."""
-        complete = chunk.complete
-        for group in range(complete.bit_length()):
-            whole = self._every_rank << group
-            if chunk.parts & whole != whole:
-                complete &= ~(1 << group)
-        self._offer(name.key, chunk, complete)
+        self._offer(name.key, chunk, self._complete(chunk.parts, chunk.complete))
         if chunk.parts:
             return
         self.chunks -= 1
@@ -373,6 +396,11 @@ class Catalogue:
             self._distrusted.discard(name.key)
         else:
             self._others.pop(ChunkName(name.namespace, name.key), None)
+
+    def _complete(self, parts: int, groups: int) -> int:
+        """Bit ``g``: it is one of these groups, and whole with these files."""
+        whole = self._whole
+        return bit_mask(g for g in bits_of(groups) if parts & whole[g] == whole[g])
 
     def _offer(self, key: bytes, chunk: _Chunk, complete: int) -> None:
         """Offer no more than this; only a chunk of ours has ever been offered."""
@@ -389,3 +417,10 @@ def _files(name: ChunkName, parts: int) -> Iterator[FileName]:
         bit = (parts & -parts).bit_length() - 1
         parts &= parts - 1
         yield FileName(name.namespace, bit // MAX_GROUPS, bit % MAX_GROUPS, name.key)
+
+
+def _by_rank(parts: int) -> Iterator[int]:
+    """The groups that each rank has files of, as bits."""
+    while parts:
+        yield parts & ((1 << MAX_GROUPS) - 1)
+        parts >>= MAX_GROUPS

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from vllm_tiered_kv.bits import bits_of
+from vllm_tiered_kv.bits import bit_mask, bits_of
 from vllm_tiered_kv.tiers.disk import failures
 from vllm_tiered_kv.tiers.disk.active import ActiveOrder, Ended
 from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName
@@ -33,6 +33,7 @@ from vllm_tiered_kv.tiers.disk.chores import (
 from vllm_tiered_kv.tiers.disk.direct import IoMode
 from vllm_tiered_kv.tiers.disk.failures import FailureReason
 from vllm_tiered_kv.tiers.disk.flight import Flight
+from vllm_tiered_kv.tiers.disk.format import file_bytes
 from vllm_tiered_kv.tiers.disk.orders import (
     MAX_ORDERS,
     CancelReads,
@@ -231,9 +232,19 @@ class DiskTier:
 
     # -- from the ranks ----------------------------------------------------------------
 
-    def connected(self, ranks: int) -> None:
-        """So many ranks have said hello, maybe some of them again."""
-        self._ranks.connected(ranks)
+    def connected(self, part_bytes: Mapping[int, Sequence[int]]) -> None:
+        """Ranks have said hello, maybe some of them again.
+
+        Args:
+            part_bytes: by rank and KV cache group the bytes of a chunk's part; 0 where the rank
+                has no layer of the group.
+        """
+        ranks, groups = range(self._settings.ranks), len(self._settings.file_bytes)
+        here = [part_bytes[r] for r in ranks if len(part_bytes.get(r, ())) == groups]
+        self._ranks.connected(len(here))
+        if len(here) == len(ranks):
+            self._quota.sized([tuple(file_bytes(n) if n else 0 for n in sizes) for sizes in here])
+            self._catalogue.ranks_have([bit_mask(g for g, n in enumerate(s) if n) for s in here])
         self._maybe_open()
         self._pump()
 
@@ -249,7 +260,7 @@ class DiskTier:
         if active is None or not active.note(rank, result):
             return
         if isinstance(active.order, WriteOrder):
-            self._written(active.order, active.reserved, rank, result)
+            self._written(active.order, active.reserved[rank], rank, result)
         elif result.outcome in (Outcome.MISSING, Outcome.DAMAGED):
             self._not_there(active.order, rank, result)
         if len(active.ranks) == self._settings.ranks:
@@ -398,7 +409,7 @@ class DiskTier:
         """Have uses written down."""
         while self._uses:
             files = [
-                (FileName(self._namespace, 0, group, key), used_ns)
+                (FileName(self._namespace, self._catalogue.a_rank_with(group), group, key), used_ns)
                 for key, used_ns in self._uses.take(BATCH)
                 for group in bits_of(self._catalogue.groups(key))
             ]
@@ -435,7 +446,7 @@ class DiskTier:
                 continue
             if not self._quota.has_room(self._quota.need(write)):
                 break
-            self._flight.begin_write(self._flight.take_write(), self._quota.share(write), now)
+            self._flight.begin_write(self._flight.take_write(), self._quota.shares(write), now)
             self._quota.reserve(self._quota.need(write))
             writes.append(write)
         self._broadcast(writes)
