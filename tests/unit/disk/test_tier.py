@@ -21,6 +21,7 @@ from vllm_tiered_kv.tiers.disk.orders import (
     ReadOrder,
     WriteOrder,
 )
+from vllm_tiered_kv.tiers.disk.ranks import PATIENCE
 
 
 def name(number: int, namespace: str = OWN, rank: int = 0, group: int = 0) -> FileName:
@@ -635,3 +636,33 @@ def test_ranks_that_are_not_of_this_engine_do_not_open_it() -> None:
         assert not bench.tier.is_readable
     bench.tier.connected({0: (1,), 1: (1,), 7: (1,)})
     assert bench.tier.is_readable
+
+
+@pytest.mark.parametrize("work", ["a rank has come", "a write is wanted"])
+def test_ranks_that_do_not_come_are_missed(work: str) -> None:
+    bench = Bench(ranks=2)
+    bench.tier.open(OWN, {})
+    bench.keep()
+    if work == "a rank has come":
+        bench.connect(1)
+    job = bench.write(key_of(1))
+    bench.later(PATIENCE - 1)
+    assert not bench.tier.is_degraded
+    bench.later(1)
+    assert bench.tier.is_degraded
+    assert not bench.tier.is_connecting
+    assert bench.outcomes[job] is Outcome.DROPPED
+    assert bench.outcomes[bench.write(key_of(2))] is Outcome.DROPPED
+    bench.later(1000)
+    assert bench.troubles["disk_ranks"] == 1
+    bench.connect()
+    assert not bench.tier.is_degraded
+    assert bench.tier.is_readable
+
+
+def test_an_engine_that_makes_no_step_misses_nobody() -> None:
+    bench = Bench(ranks=2)
+    bench.tier.open(OWN, {})
+    bench.keep()
+    bench.later(1000)
+    assert not bench.tier.is_degraded

@@ -136,12 +136,12 @@ class DiskTier:
     @property
     def is_writable(self) -> bool:
         """Whether a write has a chance. Any thread."""
-        return not self._closed and self._upkeep.writes.is_good
+        return not self._closed and not self._ranks.are_late and self._upkeep.writes.is_good
 
     @property
     def is_degraded(self) -> bool:
         """Whether the tier is not what it should be: in trouble, or closed. Any thread."""
-        return self._closed or not self._upkeep.is_good
+        return self._closed or self._ranks.are_late or not self._upkeep.is_good
 
     @property
     def used(self) -> int:
@@ -166,11 +166,13 @@ class DiskTier:
         self._upkeep.open(Prepare(namespace, identity))
 
     def want_write(self, order: WriteOrder) -> None:
+        now = self._clock()
+        self._ranks.expected(now)
         # A file that is to be purged must be gone before one is written in its place.
         if not self.is_writable or self._catalogue.is_distrusted(order.key):
             self._flight.drop(order.job)
             return
-        self._flight.queue_write(order, self._clock())
+        self._flight.queue_write(order, now)
         self._pump()
 
     def want_reads(self, orders: Iterable[ReadOrder]) -> None:
@@ -241,7 +243,7 @@ class DiskTier:
         """
         ranks, groups = range(self._settings.ranks), len(self._settings.file_bytes)
         here = [part_bytes[r] for r in ranks if len(part_bytes.get(r, ())) == groups]
-        self._ranks.connected(len(here))
+        self._ranks.connected(len(here), self._clock())
         if len(here) == len(ranks):
             self._quota.sized([tuple(file_bytes(n) if n else 0 for n in sizes) for sizes in here])
             self._catalogue.ranks_have([bit_mask(g for g, n in enumerate(s) if n) for s in here])
@@ -387,6 +389,13 @@ class DiskTier:
             upkeep.keeps.failed(now)
             self._trouble("disk_hung", f"the folder has not answered in {deadline:g} s")
         flight.expire(now)
+        if self._ranks.become_late(now):
+            self._trouble(
+                "disk_ranks",
+                f"only {self._ranks.here} of {self._settings.ranks} ranks have come to the disk "
+                "tier, which has to wait for all: those on other hosts cannot",
+            )
+            flight.drop_writes()
         if not keeper_hangs:
             self._do_chores(now)
         self._settle_readable()
