@@ -104,6 +104,8 @@ class Bench:
         )
         self._jobs = 0
         self.wanted: set[int] = set()
+        self.writes: set[int] = set()
+        self.reads: set[int] = set()
 
     def _send(self, rank: int, orders: Sequence[Order]) -> bool:
         if rank in self.unreachable:
@@ -140,12 +142,14 @@ class Bench:
     def write(self, key: bytes, groups: Sequence[int] = (0,), index: int = 0) -> int:
         job = self._number()
         parts = tuple(Part(group, job) for group in groups)
+        self.writes.add(job)
         self.tier.want_write(WriteOrder(job, key, parts, facts(index), 0))
         return job
 
     def read(self, key: bytes, groups: Sequence[int] = (0,), patience: float = 5.0) -> int:
         job = self._number()
         parts = tuple(Part(group, job) for group in groups)
+        self.reads.add(job)
         self.tier.want_reads([ReadOrder(job, key, parts, patience)])
         return job
 

@@ -412,6 +412,45 @@ def test_what_is_to_be_purged_and_cannot_be_removed_is_never_offered_again() -> 
     assert bench.tier.groups(key_of(1)) == 1
 
 
+def test_a_chunk_that_is_written_twice_is_purged_when_both_have_ended() -> None:
+    """What is removed before may be written again: it is of before the purge."""
+    bench = Bench().open()
+    jobs = [bench.write(key_of(1)) for _ in range(2)]
+    first, second = bench.orders()
+    bench.answer(first)
+    bench.tier.purge()
+    bench.tier.purge()
+    bench.keep()
+    assert not any(isinstance(chore, Remove) for chore in bench.chores)
+    bench.answer(second)
+    assert [bench.outcomes[job] for job in jobs] == [Outcome.DONE] * 2
+    for _ in range(3):
+        bench.later(1)
+        bench.keep()
+    assert not bench.disk
+    bench.later(1000)
+    bench.keep()
+    assert bench.tier.groups(key_of(1)) == 0
+    written(bench, 1)
+    assert bench.tier.groups(key_of(1)) == 1
+
+
+def test_what_is_purged_while_it_is_written_is_not_offered_although_its_file_was_gone() -> None:
+    bench = Bench().open()
+    written(bench, 1)
+    bench.write(key_of(1))
+    bench.read(key_of(1))
+    write, read = bench.orders()
+    bench.tier.purge()
+    bench.answer(read, Outcome.DAMAGED)
+    bench.answer(write)
+    assert bench.tier.groups(key_of(1)) == 0
+    for _ in range(3):
+        bench.later(61)
+        bench.keep()
+    assert not bench.disk
+
+
 # -- trouble -------------------------------------------------------------------------------
 
 

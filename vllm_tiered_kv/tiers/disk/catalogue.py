@@ -11,7 +11,7 @@ import functools
 import heapq
 import itertools
 import operator
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -101,6 +101,8 @@ class Catalogue:
         self._ints: dict[int, int] = {}
         self._waiting: dict[ChunkName, int] = {}  # found by a scan: their last use
         self._distrusted: set[bytes] = set()
+        self._coming: Counter[bytes] = Counter()
+        """Of those, how many writes are under way: what is removed now might be there again."""
         self.gone: deque[bytes] | None = None
         """Chunks of ours of which less can be read than before; None where nobody asks."""
         self.missed = 0
@@ -240,9 +242,10 @@ class Catalogue:
         """Offer nothing more of what was written in this process's life: it may be wrong.
 
         Args:
-            coming: chunks that are being written; :meth:`settle_distrusted` is told of their end.
+            coming: for each write under way its chunk; :meth:`settle_distrusted` is told of its end.
         """
-        self._distrusted.update(coming)
+        self._coming.update(coming)
+        self._distrusted.update(self._coming)
         self._distrusted.update(key for key, chunk in self._own.items() if chunk.fresh)
         for key in self._distrusted:
             if (chunk := self._own.get(key)) is not None:
@@ -253,7 +256,11 @@ class Catalogue:
         return key in self._distrusted
 
     def settle_distrusted(self, key: bytes) -> None:
-        """The write of such a chunk is over; maybe nothing has come of it."""
+        """A write of such a chunk is over; maybe nothing has come of it."""
+        self._coming[key] -= 1
+        if self._coming[key]:
+            return
+        del self._coming[key]
         if key not in self._own:
             self._distrusted.discard(key)
 
@@ -263,7 +270,7 @@ class Catalogue:
         for key in self._distrusted:
             if len(files) >= limit:
                 break
-            if (chunk := self._own.get(key)) is not None:
+            if key not in self._coming and (chunk := self._own.get(key)) is not None:
                 files.extend(_files(ChunkName(self._namespace, key), chunk.parts))
         return files
 
@@ -393,7 +400,8 @@ class Catalogue:
         self._policy.remove(self._key(name))
         if name.namespace == self._namespace:
             self._own.pop(name.key, None)
-            self._distrusted.discard(name.key)
+            if name.key not in self._coming:
+                self._distrusted.discard(name.key)
         else:
             self._others.pop(ChunkName(name.namespace, name.key), None)
 

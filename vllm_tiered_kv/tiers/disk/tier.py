@@ -227,9 +227,13 @@ class DiskTier:
     def purge(self) -> None:
         """What was written in this process's life may be wrong: remove it."""
         self._flight.drop_writes()
-        active = self._flight.active.items()
-        self._purged.update(job for job, a in active if isinstance(a.order, WriteOrder))
-        self._catalogue.distrust(self._flight.writing)
+        writes = {
+            job: active.order.key
+            for job, active in self._flight.active.items()
+            if isinstance(active.order, WriteOrder) and job not in self._purged
+        }
+        self._purged.update(writes)
+        self._catalogue.distrust(writes.values())
         self._removal.remove_distrusted()
 
     # -- from the ranks ----------------------------------------------------------------
