@@ -23,7 +23,7 @@ from vllm_tiered_kv.policies import Eviction
 from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
 from vllm_tiered_kv.startup import NamespaceTask, announce, warn_about_memory, warn_about_policy
-from vllm_tiered_kv.tiers.disk.catalogue import MAX_GROUPS, MAX_RANKS
+from vllm_tiered_kv.tiers.disk.entries import MAX_GROUPS, MAX_RANKS
 from vllm_tiered_kv.tiers.disk.open import admission_of, open_disk
 from vllm_tiered_kv.worker.half import WorkerHalf
 

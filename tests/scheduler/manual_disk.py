@@ -22,6 +22,7 @@ from vllm_tiered_kv.tiers.disk import open as disk_open
 from vllm_tiered_kv.tiers.disk.agent import DiskAgent
 from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
 from vllm_tiered_kv.tiers.disk.chores import Chore
+from vllm_tiered_kv.tiers.disk.claims import Claims
 from vllm_tiered_kv.tiers.disk.direct import IoMode
 from vllm_tiered_kv.tiers.disk.executor import DiskExecutor
 from vllm_tiered_kv.tiers.disk.files import Files
@@ -165,8 +166,7 @@ class ManualAgent(DiskAgent):
         self._inbox = deque()
         self._ended = deque()
         self._failures = deque()
-        self._claims = {}
-        self._stored = {}
+        self._claims = Claims(settings.ranks, settings.max_queued)
         self._trouble_log = OncePerKind(get_logger(__name__))
         self._closing = self._stopping = self._asleep = self._degraded = False
         self._purges_asked = self._purges_done = 0
@@ -195,9 +195,7 @@ class ManualAgent(DiskAgent):
         """A rank's report arrives."""
         if self.reports:
             report = self.reports.pop(at % len(self.reports))
-            for result in report.stores:
-                self._copied(report.rank, result)
-            self._tier.report(report)
+            self._heard(report)
 
     def think(self) -> None:
         """It comes to what it was told."""
@@ -214,8 +212,7 @@ class ManualAgent(DiskAgent):
     def look_round(self) -> None:
         """Time has passed."""
         self._tier.tick(0.0)
-        for job in [job for job in self._stored if job not in self._claims]:
-            del self._stored[job]
+        self._claims.tidy()
 
     def finish(self) -> None:
         """All that was asked for is done and known."""

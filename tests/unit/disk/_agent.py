@@ -46,7 +46,9 @@ class FaultyFiles(Files):
         self.failing: frozenset[str] = frozenset(CALLS)
         self.errors: Sequence[int] = ERRORS
         self.flow = threading.Event()
-        """Cleared: calls do not return."""
+        """Cleared: calls do not return ..."""
+        self.holding: frozenset[str] = frozenset(CALLS)
+        """... if they are of these names."""
         self.flow.set()
         self.waiting = threading.Semaphore(0)
         """Counts the calls that came while nothing returned."""
@@ -57,7 +59,7 @@ class FaultyFiles(Files):
 def _faulty(name: str) -> Callable[..., Any]:
     def call(self: FaultyFiles, *args: Any, **kwargs: Any) -> Any:
         self.threads[threading.current_thread().name] += 1
-        if not self.flow.is_set():
+        if not self.flow.is_set() and name in self.holding:
             self.waiting.release()
             self.flow.wait(PATIENCE)
         fails = name in self.failing and self.chance.random() < self.rate

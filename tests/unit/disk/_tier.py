@@ -11,7 +11,7 @@ import msgspec
 
 from vllm_tiered_kv.policies.lru import LRU
 from vllm_tiered_kv.tiers.disk.active import Ended
-from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName, FoundFile
+from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
 from vllm_tiered_kv.tiers.disk.chores import (
     Chore,
     Measure,
@@ -29,6 +29,7 @@ from vllm_tiered_kv.tiers.disk.chores import (
     Trouble,
 )
 from vllm_tiered_kv.tiers.disk.direct import IoMode
+from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
 from vllm_tiered_kv.tiers.disk.format import HEADER_BYTES, ChunkFacts
 from vllm_tiered_kv.tiers.disk.orders import (
     Order,
@@ -89,6 +90,9 @@ class Bench:
         self.unreachable: set[int] = set()
         self.takes_chores = True
         self.free = 1 << 40
+        self.purges = 0
+        self.written_after: dict[FileName, int] = {}
+        """How many purges there had been when a file was written here."""
         usual = (FILE - HEADER_BYTES,) * groups
         self.part_bytes_of = dict.fromkeys(range(ranks), usual)
         """By rank and KV cache group; 0 where it has no layer of the group."""
@@ -105,6 +109,7 @@ class Bench:
         self._jobs = 0
         self.wanted: set[int] = set()
         self.writes: set[int] = set()
+        self._ordered_after: dict[int, int] = {}
         self.reads: set[int] = set()
 
     def _send(self, rank: int, orders: Sequence[Order]) -> bool:
@@ -143,6 +148,7 @@ class Bench:
         job = self._number()
         parts = tuple(Part(group, job) for group in groups)
         self.writes.add(job)
+        self._ordered_after[job] = self.purges
         self.tier.want_write(WriteOrder(job, key, parts, facts(index), 0))
         return job
 
@@ -152,6 +158,14 @@ class Bench:
         self.reads.add(job)
         self.tier.want_reads([ReadOrder(job, key, parts, patience)])
         return job
+
+    def purge(self) -> None:
+        """What has been written, and what is being written, may be wrong."""
+        self.purges += 1
+        self.tier.purge()
+
+    def _known_purges(self, order: WriteOrder) -> int:
+        return self._ordered_after[order.job]
 
     def look_for(self, keys: Sequence[bytes]) -> int:
         job = self._number()
@@ -182,6 +196,7 @@ class Bench:
             real = [name for name, size in zip(names, sizes, strict=False) if size]
             new = [name for name in real if name not in self.disk]
             self.disk.update(dict.fromkeys(real, FILE))
+            self.written_after.update(dict.fromkeys(new, self._known_purges(order)))
             made = FILE * len(new) if outcome is Outcome.DONE else 0
             return OrderResult(order.job, outcome, made, tuple(sizes[: len(names)]))
         there = 0

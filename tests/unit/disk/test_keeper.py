@@ -14,7 +14,6 @@ import pytest
 from tests.unit.disk._agent import FaultyFiles
 from tests.unit.disk._files import KEY, NAMESPACE, mode_of, path_of, rank_folder, write
 from vllm_tiered_kv.tiers.disk import keeper as module
-from vllm_tiered_kv.tiers.disk.catalogue import FileName
 from vllm_tiered_kv.tiers.disk.chores import (
     Measure,
     Measured,
@@ -31,6 +30,7 @@ from vllm_tiered_kv.tiers.disk.chores import (
     Touch,
     Trouble,
 )
+from vllm_tiered_kv.tiers.disk.entries import FileName
 from vllm_tiered_kv.tiers.disk.format import file_bytes
 from vllm_tiered_kv.tiers.disk.keeper import Keeper
 from vllm_tiered_kv.tiers.disk.survey import PAGE

@@ -8,8 +8,8 @@ import itertools
 import pytest
 
 from tests.unit.disk._tier import FILE, OWN, ROOM, Bench, key_of
-from vllm_tiered_kv.tiers.disk.catalogue import FileName
 from vllm_tiered_kv.tiers.disk.chores import Prepare, Remove, Scan, ScanEnded, Touch
+from vllm_tiered_kv.tiers.disk.entries import FileName
 from vllm_tiered_kv.tiers.disk.flight import MAX_WRITES, WRITE_PATIENCE
 from vllm_tiered_kv.tiers.disk.format import HEADER_BYTES
 from vllm_tiered_kv.tiers.disk.orders import (
@@ -451,6 +451,80 @@ def test_what_is_purged_while_it_is_written_is_not_offered_although_its_file_was
     assert not bench.disk
 
 
+@pytest.mark.parametrize("stale", [Outcome.MISSING, Outcome.DAMAGED])
+@pytest.mark.parametrize("purged", ["before", "after"])
+def test_a_file_that_is_written_while_it_is_missed_is_counted_and_purged(
+    stale: Outcome, purged: str
+) -> None:
+    """A read has found nothing, but says so only when the file is there again."""
+    bench = Bench().open()
+    written(bench, 1)
+    bench.read(key_of(1))
+    read = bench.orders()[0]
+    del bench.disk[name(1)]
+    late = bench.do(0, read, stale)
+    written(bench, 1)
+    bench.disk[name(1)] = FILE
+    if purged == "before":
+        bench.tier.purge()
+    bench.tier.report(RankReport(0, (late,)))
+    if purged == "after":
+        bench.tier.purge()
+    assert bench.tier.used == FILE
+    for _ in range(4):
+        assert bench.tier.groups(key_of(1)) == 0
+        bench.later(61)
+        bench.keep()
+    assert bench.tier.used == sum(bench.disk.values())
+    assert bench.tier.groups(key_of(1)) == 0
+    bench.later(1000)
+    bench.keep()
+    written(bench, 1)
+    assert bench.tier.groups(key_of(1)) == 1
+
+
+def test_what_a_write_left_that_failed_is_purged_when_it_is_found() -> None:
+    bench = Bench().open()
+    bench.write(key_of(1))
+    result = bench.do(0, bench.orders()[0], Outcome.FAILED)
+    bench.disk[name(1)] = FILE  # the rename was done, and only its answer lost
+    bench.tier.report(RankReport(0, (result,)))
+    bench.tier.purge()
+    for _ in range(4):
+        bench.later(61)
+        bench.keep()
+        assert bench.tier.groups(key_of(1)) == 0
+    assert not bench.disk
+
+
+def test_an_order_ends_although_something_unexpected_happens() -> None:
+    bench = Bench().open()
+    job = bench.write(key_of(1))
+    order = bench.orders()[0]
+    bench.catalogue.wrote = None  # type: ignore[assignment,method-assign]
+    with pytest.raises(TypeError):
+        bench.answer(order)
+    assert bench.ended == {job: 1}
+    assert bench.tier.is_idle
+    assert bench.tier.used == 0
+
+
+def test_one_file_that_cannot_be_removed_does_not_stop_the_tier() -> None:
+    bench = Bench()
+    bench.disk = {name(200 + i, "another"): FILE for i in range(ROOM)}
+    bench.open()
+    stuck = next(iter(bench.disk))
+    for i in range(ROOM):
+        bench.write(key_of(i))
+        while bench.chores:
+            bench.do_chore(stuck=[stuck])
+        bench.serve()
+        assert not bench.tier.is_degraded
+    assert bench.troubles["disk_remove"] > 0
+    assert stuck in bench.disk
+    assert bench.tier.groups(key_of(ROOM - 1)) == 1
+
+
 # -- trouble -------------------------------------------------------------------------------
 
 
@@ -705,3 +779,15 @@ def test_an_engine_that_makes_no_step_misses_nobody() -> None:
     bench.keep()
     bench.later(1000)
     assert not bench.tier.is_degraded
+
+
+def test_what_stands_in_one_chunks_place_says_nothing_of_the_others() -> None:
+    bench = Bench().open()
+    for _ in range(10):
+        bench.write(key_of(1))
+        order = bench.orders()[0]
+        bench.sent[0].clear()
+        result = OrderResult(order.job, Outcome.FAILED, reason="occupied")
+        bench.tier.report(RankReport(0, (result,)))
+    assert bench.tier.is_writable
+    assert bench.troubles["disk_write"] == 10

@@ -13,8 +13,8 @@ import pytest
 
 from tests.unit.disk._tier import FILE, OWN, ROOM, Bench, key_of
 from vllm_tiered_kv.bits import bits_of
-from vllm_tiered_kv.tiers.disk.catalogue import FileName
 from vllm_tiered_kv.tiers.disk.chores import Remove
+from vllm_tiered_kv.tiers.disk.entries import FileName
 from vllm_tiered_kv.tiers.disk.orders import OrderResult, Outcome, RankReport
 
 STEPS = 80
@@ -26,7 +26,7 @@ SHARES = {
     "evicted": 0.7,
     "recovered": 0.4,
     "failed": 0.5,
-    "damaged": 0.1,
+    "damaged": 0.03,
     "removed behind our back": 0.3,
     "written while it was removed": 0.1,
     "purged": 0.3,
@@ -101,10 +101,8 @@ class History:
         self.bench.tier.renew(keys)
 
     def purge(self) -> None:
-        self.bench.tier.purge()
+        self.bench.purge()
         self.seen["purged"] += 1
-        fresh = [key for key, chunk in self.bench.catalogue._own.items() if chunk.fresh]
-        assert not any(self.bench.tier.groups(key) for key in fresh)
 
     def look(self) -> None:
         self.bench.look_for([self.key() for _ in range(self.chance.randrange(5))])
@@ -222,6 +220,9 @@ class History:
                 sizes = bench.part_bytes_of.items()
                 names = [FileName(OWN, r, group, key) for r, of_group in sizes if of_group[group]]
                 assert all(bench.catalogue.has(name) for name in names)
+                here = [name for name in names if name in bench.disk]
+                after = [bench.written_after.get(name, bench.purges) for name in here]
+                assert all(purges == bench.purges for purges in after), "of before a purge"
 
     def end(self) -> None:
         """Everybody answers, and nobody fails any more: it all comes right by itself."""

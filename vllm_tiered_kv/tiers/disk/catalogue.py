@@ -7,23 +7,26 @@ No I/O. It belongs to the agent's thread; others may ask for :meth:`Catalogue.gr
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
-import operator
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from vllm_tiered_kv.bits import bit_mask, bits_of
 from vllm_tiered_kv.policies import EvictionPolicy, Item
+from vllm_tiered_kv.tiers.disk.entries import (
+    ChunkName,
+    FileName,
+    FoundFile,
+    PolicyKey,
+    file_bit,
+    files_of,
+    groups_in,
+)
 from vllm_tiered_kv.tiers.disk.settings import ENTRY_BYTES
+from vllm_tiered_kv.tiers.disk.whole import Whole
 
-MAX_GROUPS = 64
-"""KV cache groups of a model."""
-MAX_RANKS = 1024
 MAX_SKIPPED = 64
 """Chunks passed over for one choice of victims, because they are being written."""
 MAX_SHARED_INTS = 4096
@@ -32,37 +35,8 @@ MAX_GONE = 1 << 16
 """Chunks that have gone and nobody has asked for yet."""
 
 
-class ChunkName(NamedTuple):
-    """A chunk of any namespace."""
-
-    namespace: str
-    key: bytes
-
-
-class FileName(NamedTuple):
-    """One rank's file of one KV cache group's part of a chunk."""
-
-    namespace: str
-    rank: int
-    group: int
-    key: bytes
-
-
-class FoundFile(NamedTuple):
-    """A file as a scan finds it."""
-
-    name: FileName
-    nbytes: int
-    used_ns: int
-    """When it was last used, nanoseconds since the epoch."""
-
-
-PolicyKey: TypeAlias = bytes | ChunkName
-"""A chunk in the order of eviction: one of ours by its key alone, which takes less memory."""
-
-
 class _Chunk(msgspec.Struct, gc=False):
-    """Its files, as bits ``rank * MAX_GROUPS + group``. A plain row: there are millions."""
+    """Its files, as bits ``file_bit``. A plain row: there are millions."""
 
     parts: int = 0
     seen: int = 0
@@ -86,9 +60,7 @@ class Catalogue:
     """
 
     def __init__(self, ranks: int, policy: EvictionPolicy[PolicyKey], chunk_tokens: int) -> None:
-        every_rank = sum(1 << (rank * MAX_GROUPS) for rank in range(ranks))
-        self._whole = [every_rank << group for group in range(MAX_GROUPS)]
-        """By KV cache group the files that make it whole."""
+        self._whole = Whole(ranks)
         self._policy = policy
         self._chunk_tokens = chunk_tokens
         self._own: dict[bytes, _Chunk] = {}
@@ -103,6 +75,10 @@ class Catalogue:
         self._distrusted: set[bytes] = set()
         self._coming: Counter[bytes] = Counter()
         """Of those, how many writes are under way: what is removed now might be there again."""
+        self._strays: set[bytes] = set()
+        """Chunks of which there may be files that were written here and that nobody knows of ..."""
+        self._old_strays: set[bytes] = set()
+        """... since before the scan began."""
         self.gone: deque[bytes] | None = None
         """Chunks of ours of which less can be read than before; None where nobody asks."""
         self.missed = 0
@@ -111,6 +87,11 @@ class Catalogue:
         """Bytes of all files."""
         self.files = 0
         self.chunks = 0
+
+    @property
+    def namespace(self) -> str:
+        """Ours; empty before :meth:`open`."""
+        return self._namespace
 
     def open(self, namespace: str) -> None:
         """Say which namespace is ours, before anything is entered."""
@@ -121,23 +102,16 @@ class Catalogue:
 
         Pipeline stages may differ in that. It costs a walk over all chunks if it is news.
         """
-        is_news = False
-        for group in bits_of(functools.reduce(operator.or_, groups, 0)):
-            ranks = [rank for rank, mask in enumerate(groups) if mask >> group & 1]
-            whole = bit_mask(rank * MAX_GROUPS + group for rank in ranks)
-            is_news |= whole != self._whole[group]
-            self._whole[group] = whole
-        if not is_news:
+        if not self._whole.ranks_have(groups):
             return
         for key, chunk in self._own.items():
             if key not in self._distrusted:
-                present = functools.reduce(operator.or_, _by_rank(chunk.parts), 0)
-                self._offer(key, chunk, self._complete(chunk.parts, present))
+                complete = self._whole.groups(chunk.parts, groups_in(chunk.parts))
+                self._offer(key, chunk, complete)
 
     def a_rank_with(self, group: int) -> int:
         """The first rank that has files of a group."""
-        whole = self._whole[group]
-        return max(0, (whole & -whole).bit_length() - 1) // MAX_GROUPS
+        return self._whole.a_rank_with(group)
 
     def groups(self, key: bytes) -> int:
         """Bit ``g``: group ``g``'s part of this chunk is there on every rank. Any thread."""
@@ -179,7 +153,7 @@ class Catalogue:
     def forget(self, name: FileName) -> int:
         """A file is gone; returns the bytes it took, 0 if it was not here."""
         chunk = self._get(name)
-        bit = 1 << (name.rank * MAX_GROUPS + name.group)
+        bit = file_bit(name.rank, name.group)
         if chunk is None or not chunk.parts & bit:
             return 0
         nbytes = self._size_of(name)
@@ -193,6 +167,25 @@ class Catalogue:
         self._settle(name, chunk)
         return nbytes
 
+    def lose(self, name: FileName) -> int:
+        """A file was seen not to be there; it may have been written again meanwhile.
+
+        Returns:
+            The bytes it took, 0 if it was not here.
+        """
+        if (chunk := self._get(name)) is not None and chunk.fresh:
+            self.stray(name.key)
+        return self.forget(name)
+
+    def stray(self, key: bytes) -> None:
+        """A file of a chunk of ours may have been written here that nobody knows of.
+
+        A scan would take it for one that others wrote, and :meth:`distrust` would miss it.
+        """
+        self._strays.add(key)
+        if (chunk := self._own.get(key)) is not None:
+            chunk.fresh = True
+
     def keep(self, name: FileName) -> None:
         """A file that was to be removed could not be: its chunk may be chosen again."""
         chunk, key = self._get(name), self._key(name)
@@ -202,7 +195,7 @@ class Catalogue:
     def has(self, name: FileName) -> bool:
         """Whether a file was entered."""
         chunk = self._get(name)
-        return chunk is not None and bool(chunk.parts >> (name.rank * MAX_GROUPS + name.group) & 1)
+        return chunk is not None and bool(chunk.parts & file_bit(name.rank, name.group))
 
     # -- who goes ----------------------------------------------------------------------
 
@@ -232,7 +225,7 @@ class Catalogue:
                 continue
             self._offer(name.key, chunk, 0)
             nbytes -= chunk.nbytes + ENTRY_BYTES * chunk.parts.bit_count()
-            files.extend(_files(name, chunk.parts))
+            files.extend(files_of(name, chunk.parts))
         for key in skipped:
             if isinstance(key, bytes) and (chunk := self._own.get(key)) is not None:
                 self._policy.add(key, Item(chunk.nbytes, self._chunk_tokens, 0))
@@ -242,10 +235,11 @@ class Catalogue:
         """Offer nothing more of what was written in this process's life: it may be wrong.
 
         Args:
-            coming: for each write under way its chunk; :meth:`settle_distrusted` is told of its end.
+            coming: the chunk of each write under way; :meth:`settle_distrusted` is told of its end.
         """
         self._coming.update(coming)
         self._distrusted.update(self._coming)
+        self._distrusted.update(self._strays)
         self._distrusted.update(key for key, chunk in self._own.items() if chunk.fresh)
         for key in self._distrusted:
             if (chunk := self._own.get(key)) is not None:
@@ -261,7 +255,7 @@ class Catalogue:
         if self._coming[key]:
             return
         del self._coming[key]
-        if key not in self._own:
+        if key not in self._own and key not in self._strays:
             self._distrusted.discard(key)
 
     def distrusted(self, limit: int) -> list[FileName]:
@@ -271,7 +265,7 @@ class Catalogue:
             if len(files) >= limit:
                 break
             if key not in self._coming and (chunk := self._own.get(key)) is not None:
-                files.extend(_files(ChunkName(self._namespace, key), chunk.parts))
+                files.extend(files_of(ChunkName(self._namespace, key), chunk.parts))
         return files
 
     # -- scans -------------------------------------------------------------------------
@@ -279,6 +273,7 @@ class Catalogue:
     def scan_begins(self) -> None:
         """What an earlier scan has found and did not come to enter stays with this one."""
         self._scan += 1
+        self._old_strays = set(self._strays)
 
     def found(self, files: Iterable[FoundFile]) -> None:
         """Files that the scan has met."""
@@ -302,8 +297,12 @@ class Catalogue:
         if missed:
             return
         for name, parts in [*self._vanished()]:
-            for file in _files(name, parts):
+            for file in files_of(name, parts):
                 self.forget(file)
+        self._strays -= self._old_strays
+        for key in self._old_strays & self._distrusted:
+            if key not in self._own and key not in self._coming:
+                self._distrusted.discard(key)
 
     def _oldest_first(self) -> Iterator[ChunkName]:
         """Of what waits; in small sorts, since no other thread runs during one."""
@@ -343,10 +342,11 @@ class Catalogue:
             chunk = _Chunk()
             self.chunks += 1
             if name.namespace == self._namespace:
+                chunk.fresh = name.key in self._strays
                 self._own[name.key] = chunk
             else:
                 self._others[ChunkName(name.namespace, name.key)] = chunk
-        bit = 1 << (name.rank * MAX_GROUPS + name.group)
+        bit = file_bit(name.rank, name.group)
         before = 0
         if chunk.parts & bit:  # replaced, or found again
             before = self._size_of(name)
@@ -364,10 +364,9 @@ class Catalogue:
             self._unusual[name] = nbytes
         elif self._unusual:
             self._unusual.pop(name, None)
-        if name.namespace == self._namespace and name.key not in self._distrusted:
-            whole = self._whole[name.group]
-            if chunk.parts & whole == whole:
-                chunk.complete |= 1 << name.group
+        offered = name.namespace == self._namespace and name.key not in self._distrusted
+        if offered and self._whole.is_one(chunk.parts, name.group):
+            chunk.complete |= 1 << name.group
         return chunk, is_new
 
     def _size_of(self, name: FileName) -> int:
@@ -393,22 +392,17 @@ class Catalogue:
 
     def _settle(self, name: FileName, chunk: _Chunk) -> None:
         """Nothing is offered that is not whole; a chunk without files is no chunk."""
-        self._offer(name.key, chunk, self._complete(chunk.parts, chunk.complete))
+        self._offer(name.key, chunk, self._whole.groups(chunk.parts, chunk.complete))
         if chunk.parts:
             return
         self.chunks -= 1
         self._policy.remove(self._key(name))
         if name.namespace == self._namespace:
             self._own.pop(name.key, None)
-            if name.key not in self._coming:
+            if name.key not in self._coming and name.key not in self._strays:
                 self._distrusted.discard(name.key)
         else:
             self._others.pop(ChunkName(name.namespace, name.key), None)
-
-    def _complete(self, parts: int, groups: int) -> int:
-        """Bit ``g``: it is one of these groups, and whole with these files."""
-        whole = self._whole
-        return bit_mask(g for g in bits_of(groups) if parts & whole[g] == whole[g])
 
     def _offer(self, key: bytes, chunk: _Chunk, complete: int) -> None:
         """Offer no more than this; only a chunk of ours has ever been offered."""
@@ -418,17 +412,3 @@ class Catalogue:
             else:
                 self.missed += 1
         chunk.complete = complete
-
-
-def _files(name: ChunkName, parts: int) -> Iterator[FileName]:
-    while parts:
-        bit = (parts & -parts).bit_length() - 1
-        parts &= parts - 1
-        yield FileName(name.namespace, bit // MAX_GROUPS, bit % MAX_GROUPS, name.key)
-
-
-def _by_rank(parts: int) -> Iterator[int]:
-    """The groups that each rank has files of, as bits."""
-    while parts:
-        yield parts & ((1 << MAX_GROUPS) - 1)
-        parts >>= MAX_GROUPS

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from vllm_tiered_kv.tiers.disk.catalogue import FileName, FoundFile
 from vllm_tiered_kv.tiers.disk.direct import IoMode
+from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
 
 BATCH = 256
 """Files in one chore or one piece of news."""

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from vllm_tiered_kv.tiers.disk.catalogue import FileName, FoundFile
 from vllm_tiered_kv.tiers.disk.chores import (
     BATCH,
     Chore,
@@ -36,6 +35,7 @@ from vllm_tiered_kv.tiers.disk.chores import (
     Trouble,
 )
 from vllm_tiered_kv.tiers.disk.direct import probe
+from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.folders import open_folder, open_root
 from vllm_tiered_kv.tiers.disk.identity_file import write_identity

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName
+from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
 from vllm_tiered_kv.tiers.disk.chores import BATCH, Chore, Remove, Removed
+from vllm_tiered_kv.tiers.disk.entries import FileName
 from vllm_tiered_kv.tiers.disk.quota import Quota
 
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from vllm_tiered_kv.tiers.disk.catalogue import MAX_GROUPS, MAX_RANKS, FileName, FoundFile
 from vllm_tiered_kv.tiers.disk.chores import Scan
+from vllm_tiered_kv.tiers.disk.entries import MAX_GROUPS, MAX_RANKS, FileName, FoundFile
 from vllm_tiered_kv.tiers.disk.walk import (
     FolderMade,
     Found,

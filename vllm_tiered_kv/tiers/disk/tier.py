@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from vllm_tiered_kv.bits import bit_mask, bits_of
-from vllm_tiered_kv.tiers.disk import failures
-from vllm_tiered_kv.tiers.disk.active import ActiveOrder, Ended
-from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName
+from vllm_tiered_kv.tiers.disk.active import Ended
+from vllm_tiered_kv.tiers.disk.answers import Answers
+from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
 from vllm_tiered_kv.tiers.disk.chores import (
     BATCH,
     Chore,
@@ -31,7 +31,7 @@ from vllm_tiered_kv.tiers.disk.chores import (
     Trouble,
 )
 from vllm_tiered_kv.tiers.disk.direct import IoMode
-from vllm_tiered_kv.tiers.disk.failures import FailureReason
+from vllm_tiered_kv.tiers.disk.entries import FileName
 from vllm_tiered_kv.tiers.disk.flight import Flight
 from vllm_tiered_kv.tiers.disk.format import file_bytes
 from vllm_tiered_kv.tiers.disk.orders import (
@@ -49,12 +49,11 @@ from vllm_tiered_kv.tiers.disk.quota import Quota
 from vllm_tiered_kv.tiers.disk.ranks import Ranks
 from vllm_tiered_kv.tiers.disk.removal import Removal
 from vllm_tiered_kv.tiers.disk.settings import TierSettings
-from vllm_tiered_kv.tiers.disk.upkeep import RESCAN_SHARED, Upkeep
+from vllm_tiered_kv.tiers.disk.upkeep import Upkeep
 from vllm_tiered_kv.tiers.disk.uses import Uses
 
 TOUCH_EVERY = 5.0
 """Seconds."""
-OF_ONE_CHUNK = frozenset(reason.value for reason in failures.OF_ONE_CHUNK)
 MAX_PROBED = 512
 """Files asked about at once."""
 
@@ -95,12 +94,22 @@ class DiskTier:
             ask, settings.ranks, shared=settings.shared, io_deadline=settings.io_deadline
         )
         self._removal = Removal(catalogue, self._quota, ask)
+        self._answers = Answers(
+            settings,
+            catalogue,
+            self._quota,
+            self._flight,
+            self._removal,
+            self._upkeep,
+            judged=self._settle_readable,
+            trouble=trouble,
+            clock=clock,
+        )
         self._uses = Uses()
         self._namespace = ""
         self._ranks = Ranks(settings.ranks, send)
         self._closed = False
         self._readable = False
-        self._purged: set[int] = set()  # writes under way whose bytes may be wrong
         self._touch_at = 0.0
 
     # -- what others may ask -----------------------------------------------------------
@@ -227,13 +236,7 @@ class DiskTier:
     def purge(self) -> None:
         """What was written in this process's life may be wrong: remove it."""
         self._flight.drop_writes()
-        writes = {
-            job: active.order.key
-            for job, active in self._flight.active.items()
-            if isinstance(active.order, WriteOrder) and job not in self._purged
-        }
-        self._purged.update(writes)
-        self._catalogue.distrust(writes.values())
+        self._answers.distrust()
         self._removal.remove_distrusted()
 
     # -- from the ranks ----------------------------------------------------------------
@@ -258,72 +261,8 @@ class DiskTier:
         if not 0 <= report.rank < self._settings.ranks:
             return
         for result in report.results:
-            self._answer(report.rank, result)
+            self._answers.take(report.rank, result)
         self._pump()
-
-    def _answer(self, rank: int, result: OrderResult) -> None:
-        active = self._flight.active.get(result.job)
-        if active is None or not active.note(rank, result):
-            return
-        if isinstance(active.order, WriteOrder):
-            self._written(active.order, active.reserved[rank], rank, result)
-        elif result.outcome in (Outcome.MISSING, Outcome.DAMAGED):
-            self._not_there(active.order, rank, result)
-        if len(active.ranks) == self._settings.ranks:
-            self._finish(active)
-
-    def _written(self, order: WriteOrder, reserved: int, rank: int, result: OrderResult) -> None:
-        taken = 0
-        for part, nbytes in zip(order.parts, result.sizes, strict=False):
-            if nbytes:
-                name = FileName(self._namespace, rank, part.group, order.key)
-                self._catalogue.wrote(name, nbytes, order.facts.index)
-                taken += nbytes
-        self._quota.settle(reserved)
-        self._quota.wrote(result.nbytes)
-        if result.outcome is Outcome.FAILED:
-            self._doubt(reserved - taken)
-
-    def _not_there(self, order: ReadOrder, rank: int, result: OrderResult) -> None:
-        """The part after those that were read is not what it should be."""
-        bad = len(result.sizes)
-        if bad >= len(order.parts):
-            return
-        name = FileName(self._namespace, rank, order.parts[bad].group, order.key)
-        evicted = name in self._removal
-        nbytes = self._catalogue.forget(name)
-        if result.outcome is Outcome.DAMAGED:
-            self._doubt(nbytes)  # it was removed, unless that failed
-            self._trouble("disk_damaged", f"a damaged file was removed: {result.reason}")
-        elif nbytes and not evicted:  # somebody else removed it: what else is gone?
-            self._trouble("disk_missing", "a file that should have been there was not")
-            self._upkeep.scan_by(self._clock() + RESCAN_SHARED)
-
-    def _doubt(self, nbytes: int) -> None:
-        now = self._clock()
-        self._quota.doubt(nbytes, now)
-        if nbytes > 0:
-            self._upkeep.scan_by(now + self._settings.io_deadline + RESCAN_SHARED)
-
-    def _finish(self, active: ActiveOrder) -> None:
-        order, writing = active.order, isinstance(active.order, WriteOrder)
-        health = self._upkeep.writes if writing else self._upkeep.reads
-        if active.outcome is Outcome.FAILED and active.reason in OF_ONE_CHUNK:
-            self._trouble("disk_write" if writing else "disk_read", f"one chunk: {active.reason}")
-        elif active.outcome is Outcome.FAILED:
-            full = active.reason == FailureReason.NO_SPACE.value
-            health.failed(self._clock(), at_once=full)
-            if full:
-                self._upkeep.measure_soon()
-            kind = "disk_write" if writing else "disk_read"
-            self._trouble(kind, f"the disk tier's I/O failed: {active.reason}")
-        elif active.outcome is not Outcome.DROPPED:
-            health.succeeded()
-        if order.job in self._purged:
-            self._purged.discard(order.job)
-            self._catalogue.settle_distrusted(order.key)
-        self._settle_readable()
-        self._flight.end(active)
 
     # -- from the keeper ---------------------------------------------------------------
 
@@ -473,7 +412,7 @@ class DiskTier:
     def _broadcast(self, orders: Sequence[Order]) -> None:
         """Send to every rank; who cannot be reached has dropped them."""
         for rank, job in self._ranks.tell(orders):
-            self._answer(rank, OrderResult(job, Outcome.DROPPED))
+            self._answers.take(rank, OrderResult(job, Outcome.DROPPED))
 
     def _make_room(self) -> None:
         """Have chunks evicted where the folder or the file system is too full."""
