@@ -303,6 +303,7 @@ def test_a_write_waits_for_its_room() -> None:
 def test_writes_for_which_no_room_can_be_made_do_not_hold_their_slots() -> None:
     bench = Bench(min_free=1 << 50).open()
     assert bench.outcomes[bench.write(key_of(1))] is Outcome.DROPPED
+    assert bench.troubles["disk_room"] == 1
     bench = Bench().open()
     written(bench, *range(ROOM - 1))
     bench.later(0, keeper_busy_for=100.0)

@@ -424,4 +424,10 @@ class DiskTier:
         # What is being written may take less than was reserved for it.
         waits = self._removal.is_under_way or self._flight.writing
         if coming and not waits and not self._quota.has_room(coming):
-            self._flight.drop_writes()  # no room can be made, and they hold their slots
+            self._flight.drop_writes()  # they hold their slots
+            if self._upkeep.keeps.is_good:
+                self._trouble(
+                    "disk_room",
+                    "nothing is written to disk: there is no room, and no chunk that could make "
+                    "any; other files fill the folder or its file system (capacity, min_free)",
+                )
