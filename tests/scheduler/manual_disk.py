@@ -51,6 +51,7 @@ class ManualKeeper(Keeper):
     def __init__(self, root: Path, tell: Callable[[Any], None]) -> None:
         self._root, self._files, self._tell = root, Files(), tell
         self._leftovers = Leftovers()
+        self._looked_at_owners = False
         self._closing = False
         self._close_by = math.inf
         self.busy_since = None

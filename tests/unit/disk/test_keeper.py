@@ -161,3 +161,47 @@ def test_a_hung_call_does_not_hold_up_the_end(tmp_path: Path) -> None:
     bench.keeper._thread.join(30)
     assert not bench.keeper._thread.is_alive()
     assert not bench.keeper.ask(Measure())
+
+
+@pytest.mark.parametrize("level", ["", NAMESPACE])
+@pytest.mark.parametrize(("mode", "warns"), [(0o700, False), (0o770, True), (0o1777, True)])
+def test_a_folder_that_others_can_write_to_is_named_once(
+    bench: Bench,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    level: str,
+    mode: int,
+    warns: bool,
+) -> None:
+    for folder in (tmp_path, tmp_path / NAMESPACE):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o700)
+    (tmp_path / level).chmod(mode)
+    for _ in range(2):
+        bench.ask(Prepare(NAMESPACE, {}), Prepared)
+    said = [record for record in caplog.records if "other users" in record.message]
+    assert [record.args for record in said] == [(tmp_path / level,)] * warns
+
+
+def test_a_file_system_that_does_not_say_how_much_is_free(bench: Bench) -> None:
+    class Nothing:
+        f_blocks = f_bavail = f_frsize = 0
+
+    bench.files.statvfs = lambda fd: Nothing  # type: ignore[assignment,method-assign]
+    bench.keeper.ask(Measure())
+    bench.ask(Prepare(NAMESPACE, {}), Prepared)
+    bench.ask(SCAN, ScanEnded)
+    assert bench.news.empty()
+
+
+def test_what_is_made_is_for_its_owner_alone(bench: Bench, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        bench.ask(Prepare(NAMESPACE, {}), Prepared)
+        write(rank_folder(tmp_path))
+    finally:
+        os.umask(before)
+    made = list(tmp_path.rglob("*"))
+    assert len(made) == 6
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}

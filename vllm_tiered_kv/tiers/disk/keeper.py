@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import stat
 import threading
 import time
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.tiers.disk.chores import (
     BATCH,
     Chore,
@@ -43,6 +45,8 @@ from vllm_tiered_kv.tiers.disk.names import chunk_file, rank_folder, shard_folde
 from vllm_tiered_kv.tiers.disk.scan import Unreadable, scan_root
 from vllm_tiered_kv.tiers.disk.survey import Leftovers, Survey
 
+logger = get_logger(__name__)
+
 MAX_CHORES = 4096
 BREATH = 0.001
 """Seconds between batches of a scan: its thread shares the interpreter with the scheduler's."""
@@ -67,6 +71,7 @@ class Keeper:
         self._files = files
         self._tell = tell
         self._leftovers = Leftovers()
+        self._looked_at_owners = False
         self._wake = threading.Condition()
         self._chores: deque[Chore] = deque()
         self._closing = False
@@ -136,8 +141,29 @@ class Keeper:
         if reason is not None:
             self._tell(Trouble(chore, reason.value))
             return
+        if not self._looked_at_owners:
+            self._looked_at_owners = True
+            self._warn_of_others(chore.namespace)
         self._tell(Prepared(probe(self._files, self._root, chore.namespace, rank=0)))
         self._measure()
+
+    def _warn_of_others(self, namespace: str) -> None:
+        """Who can write there decides what prompts are answered with: checksums are no seals."""
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+            root = open_root(self._files, self._root)
+            opened.callback(self._files.close, root)
+            own = open_folder(self._files, namespace, root)
+            opened.callback(self._files.close, own)
+            for folder, path in ((root, self._root), (own, self._root / namespace)):
+                status = self._files.fstat(folder)
+                foreign = status.st_uid not in (0, os.geteuid())
+                if foreign or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                    logger.warning(
+                        "tiered-kv: other users may write to %s: whoever can may put there what "
+                        "prompts are answered from",
+                        path,
+                    )
+                    return
 
     def _measure(self) -> None:
         root = open_root(self._files, self._root)
