@@ -287,6 +287,7 @@ class DiskAgent:
             except Exception:  # noqa: BLE001 - see _do
                 self._note_bug()
         self._do(self._tier.flush)
+        self._do(self._tier.leave)
         self._sockets.close()
 
     def _sleep(self, until: float) -> list[RankReport]:

@@ -91,11 +91,15 @@ class Keeper:
         return True
 
     def close(self, timeout: float) -> bool:
-        """Let the thread end when uses are written down; whether it has, within so many seconds."""
+        """Let the thread end when uses are written down and what was to be removed is.
+
+        Returns:
+            Whether it has, within so many seconds.
+        """
         with self._wake:
             self._closing = True
             self._close_by = time.monotonic() + timeout / 2
-            self._chores = deque(chore for chore in self._chores if isinstance(chore, Touch))
+            self._chores = deque(c for c in self._chores if isinstance(c, Touch | Remove))
             self._wake.notify()
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -203,12 +207,14 @@ class Keeper:
             due = [chore for chore in self._chores if not isinstance(chore, Scan)]
             self._chores = deque(chore for chore in self._chores if isinstance(chore, Scan))
         for chore in due:
-            if not self._closing or isinstance(chore, Touch):
+            if not self._closing or isinstance(chore, Touch | Remove):
                 self._try(chore)
 
     def _remove(self, names: Sequence[FileName]) -> None:
         gone, stuck = [], []
         for name in names:
+            if time.monotonic() > self._close_by:
+                return
             self._step()
             try:
                 with self._shard(name) as (folder, file):

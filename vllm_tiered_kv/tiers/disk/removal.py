@@ -65,6 +65,10 @@ class Removal:
         if not self._leaving:
             self._remove(self._catalogue.distrusted(BATCH))
 
+    def remove_all_distrusted(self) -> None:
+        """Have it removed at once, also what is being removed: nothing is heard of it any more."""
+        self._remove(self._catalogue.distrusted(self._catalogue.files))
+
     def _remove(self, files: Sequence[FileName]) -> None:
         for i in range(0, len(files), BATCH):
             piece = files[i : i + BATCH]

@@ -368,6 +368,10 @@ class DiskTier:
             if files and not self._ask(Touch(files)):
                 return
 
+    def leave(self) -> None:
+        """The process ends: what may be wrong must not be found by the next one."""
+        self._removal.remove_all_distrusted()
+
     # -- inside ------------------------------------------------------------------------
 
     def _maybe_open(self) -> None:
