@@ -175,7 +175,8 @@ class OpenFolders:
             there = self._files.stat(name, dir_fd=parent)
         except FileNotFoundError:
             there = None
-        if there is None or not os.path.samestat(there, self._files.fstat(fd)):
+        here = self._files.fstat(fd)
+        if there is None or (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         self._checked[which] = self._clock()
 
