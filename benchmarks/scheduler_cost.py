@@ -29,7 +29,8 @@ from vllm_tiered_kv.policies import Eviction, make_policy
 from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
 from vllm_tiered_kv.tiers.disk.active import Ended
-from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName, FoundFile
+from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
+from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
 from vllm_tiered_kv.tiers.disk.orders import Outcome, ReadOrder
 from vllm_tiered_kv.tiers.disk.settings import TierSettings
 

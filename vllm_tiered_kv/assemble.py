@@ -10,13 +10,20 @@ import zmq
 
 from vllm_tiered_kv import compat
 from vllm_tiered_kv.channel import SchedulerEndpoint
-from vllm_tiered_kv.config import Options, check_capacity, memory_limit, parse_options
+from vllm_tiered_kv.config import (
+    ConfigError,
+    Options,
+    check_capacity,
+    memory_limit,
+    parse_options,
+)
 from vllm_tiered_kv.contract import check
 from vllm_tiered_kv.geometry import Geometry, GroupGeometry, plan_geometry
 from vllm_tiered_kv.policies import Eviction
 from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
 from vllm_tiered_kv.startup import NamespaceTask, announce, warn_about_memory, warn_about_policy
+from vllm_tiered_kv.tiers.disk.entries import MAX_GROUPS, MAX_RANKS
 from vllm_tiered_kv.tiers.disk.open import admission_of, open_disk
 from vllm_tiered_kv.worker.half import WorkerHalf
 
@@ -65,6 +72,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     )
     agent = None
     if options.disk is not None:
+        _check_disk(vllm_config, geometry, ranks)
         share = compat.largest_layer_share(vllm_config)
         agent = open_disk(options.disk, geometry, num_slots, ranks, share)
     task = NamespaceTask(
@@ -94,6 +102,25 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         memory=_memory(vllm_config, options, geometry) // compat.world_size(vllm_config),
         find_adapters=compat.find_adapters(vllm_config),
     )
+
+
+def _check_disk(vllm_config: VllmConfig, geometry: Geometry, ranks: int) -> None:
+    """Refuse, by name, an engine that the disk tier cannot serve.
+
+    Raises:
+        ConfigError: the message says why.
+    """
+    if (reason := compat.ranks_elsewhere(vllm_config)) is not None:
+        raise ConfigError(
+            f"disk: this engine cannot have a disk tier: {reason}, and orders to read and write "
+            "reach only those on the scheduler's host. Leave out disk, or let each host have an "
+            "engine of its own"
+        )
+    if len(geometry.groups) > MAX_GROUPS or ranks > MAX_RANKS:
+        raise ConfigError(
+            f"disk: this engine cannot have a disk tier: of {len(geometry.groups)} KV cache groups "
+            f"and {ranks} ranks at most {MAX_GROUPS} and {MAX_RANKS} are supported"
+        )
 
 
 def _options(vllm_config: VllmConfig) -> Options:

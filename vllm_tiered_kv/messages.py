@@ -48,7 +48,7 @@ class Inbox(Generic[T]):
         if hmac.compare_digest(data[:SECRET_BYTES], self._secret):
             try:
                 return self._decode(data[SECRET_BYTES:])
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):
                 pass
         self.malformed += 1
         return None

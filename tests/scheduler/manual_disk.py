@@ -21,10 +21,12 @@ from vllm_tiered_kv.protocol import JobResult
 from vllm_tiered_kv.tiers.disk import open as disk_open
 from vllm_tiered_kv.tiers.disk.agent import DiskAgent
 from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
+from vllm_tiered_kv.tiers.disk.chores import Chore
+from vllm_tiered_kv.tiers.disk.claims import Claims
 from vllm_tiered_kv.tiers.disk.direct import IoMode
 from vllm_tiered_kv.tiers.disk.executor import DiskExecutor
 from vllm_tiered_kv.tiers.disk.files import Files
-from vllm_tiered_kv.tiers.disk.keeper import Chore, Keeper
+from vllm_tiered_kv.tiers.disk.keeper import Keeper
 from vllm_tiered_kv.tiers.disk.orders import (
     CancelReads,
     OpenFolder,
@@ -37,6 +39,7 @@ from vllm_tiered_kv.tiers.disk.orders import (
 )
 from vllm_tiered_kv.tiers.disk.settings import TierSettings
 from vllm_tiered_kv.tiers.disk.store import RankFolder
+from vllm_tiered_kv.tiers.disk.survey import Leftovers
 from vllm_tiered_kv.tiers.disk.tier import DiskTier
 
 PATIENCE = 60.0
@@ -47,6 +50,8 @@ class ManualKeeper(Keeper):
 
     def __init__(self, root: Path, tell: Callable[[Any], None]) -> None:
         self._root, self._files, self._tell = root, Files(), tell
+        self._leftovers = Leftovers()
+        self._looked_at_owners = False
         self._closing = False
         self._close_by = math.inf
         self.busy_since = None
@@ -162,8 +167,7 @@ class ManualAgent(DiskAgent):
         self._inbox = deque()
         self._ended = deque()
         self._failures = deque()
-        self._claims = {}
-        self._stored = {}
+        self._claims = Claims(settings.ranks, settings.max_queued)
         self._trouble_log = OncePerKind(get_logger(__name__))
         self._closing = self._stopping = self._asleep = self._degraded = False
         self._purges_asked = self._purges_done = 0
@@ -192,9 +196,7 @@ class ManualAgent(DiskAgent):
         """A rank's report arrives."""
         if self.reports:
             report = self.reports.pop(at % len(self.reports))
-            for result in report.stores:
-                self._copied(report.rank, result)
-            self._tier.report(report)
+            self._heard(report)
 
     def think(self) -> None:
         """It comes to what it was told."""
@@ -202,7 +204,7 @@ class ManualAgent(DiskAgent):
             self._inbox.popleft()()
         if len(self.executors) != self._connected:
             self._connected = len(self.executors)
-            self._tier.connected(self._connected)
+            self._tier.connected({rank: e._part_bytes for rank, e in self.executors.items()})
 
     def keep(self) -> None:
         """The keeper does a chore."""
@@ -211,8 +213,7 @@ class ManualAgent(DiskAgent):
     def look_round(self) -> None:
         """Time has passed."""
         self._tier.tick(0.0)
-        for job in [job for job in self._stored if job not in self._claims]:
-            del self._stored[job]
+        self._claims.tidy()
 
     def finish(self) -> None:
         """All that was asked for is done and known."""

@@ -8,6 +8,7 @@ reports are joined by vLLM's own aggregator. The model computes all layers in on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
 from tests.scheduler.audit import Audit
+from tests.scheduler.disks import disk, opened
 from tests.scheduler.rank import Rank
 from tests.scheduler.sim import Gate, Sim
 from tests.scheduler.tokens import BLOCK, LAYERS, prompt
@@ -282,4 +284,26 @@ def test_a_stage_without_layers_of_a_group(pipeline: Make) -> None:
     engine.flush_device()
     assert engine.complete("warm", prompt(200), 30).cpu == 192
     engine.settle()
+    assert engine.counter("failures", "internal") == 0
+
+
+@pytest.mark.parametrize("windows", [(40, 0), (0, 40)], ids=["window first", "window last"])
+def test_on_disk_a_group_is_whole_without_the_stages_that_have_none_of_it(
+    pipeline: Make, windows: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Each stage has the layers of one group only."""
+    stages: list[Stage] = [{0: [0, 1, 2]}, {1: [0, 1, 2]}]
+    options: dict[str, Any] = {"windows": windows, "num_blocks": 128, "extra": disk(tmp_path)}
+    engine = opened(pipeline(stages, "2,1", **options))
+    cold = engine.complete("cold", prompt(200), 4)
+    engine.settle()
+    assert engine.counter("chunks", "stored", "disk") > 0
+    assert engine.counter("failures", "disk_write") == 0
+    engine.close()
+    engine = opened(pipeline(stages, "2,1", **options))
+    warm = engine.complete("warm", prompt(200), 4)
+    assert engine.counter("hit_tokens", "disk") == 192
+    assert warm.output == cold.output
+    agent = engine.half.core.disk.agent
+    assert agent.used <= agent.settings.capacity
     assert engine.counter("failures", "internal") == 0

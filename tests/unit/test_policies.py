@@ -149,6 +149,14 @@ class HoldMachine(RuleBasedStateMachine):
     def use(self, keys: list[int]) -> None:
         self.policy.use(keys)
 
+    @rule(keys=st.lists(keys, max_size=5))
+    def renew(self, keys: list[int]) -> None:
+        self.policy.renew(keys)
+
+    @rule(key=keys, size=st.integers(0, 9))
+    def resize(self, key: int, size: int) -> None:
+        self.policy.resize(key, size)
+
     @rule(key=keys)
     def hold(self, key: int) -> None:
         self.policy.hold(key)
@@ -267,3 +275,78 @@ def test_an_entry_of_no_bytes_comes_back(eviction: Eviction) -> None:
         policy.evict(gone)
         assert policy.victim(gone) != gone
         policy.add(gone, Item(0))
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_a_use_that_goes_on_is_no_further_use(eviction: Eviction) -> None:
+    once, renewed = make_policy(eviction), make_policy(eviction)
+    for policy in (once, renewed):
+        for key in range(20):
+            policy.add(key, Item())
+        for key in (3, 7):
+            policy.use((key,))
+    for _ in range(5):
+        renewed.renew((3, 7))
+    order: list[list[int | None]] = [[], []]
+    for policy, gone in zip((once, renewed), order, strict=True):
+        for new in range(20, 60):  # a scan: what is used more often outlives it
+            victim = policy.victim(new)
+            gone.append(victim)
+            policy.evict(victim)
+            policy.add(new, Item())
+    assert order[0] == order[1]
+
+
+@pytest.mark.parametrize("eviction", [Eviction.LRU, Eviction.ARC])
+def test_what_is_renewed_is_the_newest_of_its_kind(eviction: Eviction) -> None:
+    policy = make_policy(eviction)
+    for key in range(4):
+        policy.add(key, Item())
+    policy.renew((1, 0))
+    order = []
+    while (key := policy.victim()) is not None:
+        policy.evict(key)
+        order.append(key)
+    assert order == [2, 3, 1, 0]
+
+
+@pytest.mark.parametrize("eviction", [Eviction.S3FIFO, Eviction.ARC])
+def test_an_entry_that_grows_takes_its_new_room(eviction: Eviction) -> None:
+    """As if it had had the size from the start: the queues' shares are in bytes."""
+    born, grown = make_policy(eviction), make_policy(eviction)
+    for key in range(30):
+        born.add(key, Item(5 if key < 3 else 1))
+        grown.add(key, Item(1))
+    for key in range(3):
+        grown.hold(key)
+        grown.resize(key, 5)
+        grown.release(key)
+    for policy in (born, grown):
+        policy.use(range(0, 30, 2))
+        policy.use(range(0, 30, 4))
+    for new in range(30, 60):
+        victims = [policy.victim(new) for policy in (born, grown)]
+        assert victims[0] == victims[1]
+        for policy, victim in zip((born, grown), victims, strict=True):
+            policy.evict(victim)
+            policy.add(new, Item(1))
+    for policy in (born, grown):
+        while (victim := policy.victim()) is not None:
+            policy.remove(victim)
+    queues = ["_small", "_main"] if eviction is Eviction.S3FIFO else ["_once", "_again"]
+    assert [getattr(grown, name).nbytes for name in queues] == [0, 0]
+
+
+def test_what_has_grown_is_worth_less_a_byte() -> None:
+    policy = make_policy(Eviction.COST)
+    for key in ("first", "second", "third"):
+        policy.add(key, Item(4, 512, 0))
+    policy.use(["second"])
+    policy.resize("second", 64)
+    policy.resize("third", 2)
+    policy.resize("nobody", 1)
+    order = []
+    while (key := policy.victim()) is not None:
+        policy.evict(key)
+        order.append(key)
+    assert order == ["second", "first", "third"]

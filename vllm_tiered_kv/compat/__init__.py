@@ -66,6 +66,7 @@ from vllm_tiered_kv.compat.names import (
 from vllm_tiered_kv.compat.parallel import (
     context_parallel_size,
     largest_layer_share,
+    ranks_elsewhere,
     worker_rank,
     world_size,
 )
@@ -138,6 +139,7 @@ __all__ = [
     "lora_of",
     "null_block_id",
     "preempted",
+    "ranks_elsewhere",
     "schedules_by_priority",
     "tokens_in_flight",
     "torch_version",

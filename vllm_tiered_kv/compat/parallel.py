@@ -19,6 +19,20 @@ def worker_rank(vllm_config: VllmConfig) -> int:
     return int(vllm_config.parallel_config.rank)
 
 
+def ranks_elsewhere(vllm_config: VllmConfig) -> str | None:
+    """Why ranks of this engine can't reach a local socket of its scheduler, if that is known.
+
+    Where Ray places them is not known before they have come.
+    """
+    parallel = vllm_config.parallel_config
+    hosts = int(parallel.nnodes_within_dp)
+    if hosts > 1:
+        return f"its ranks are on {hosts} hosts"
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        return "each of its ranks has a scheduler of its own (external_launcher)"
+    return None
+
+
 def context_parallel_size(vllm_config: VllmConfig) -> int:
     """Ranks that share the tokens of one block (decode context parallelism)."""
     return int(vllm_config.parallel_config.decode_context_parallel_size)

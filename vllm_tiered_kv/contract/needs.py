@@ -172,7 +172,8 @@ _CONFIG = [
     ),
     *_read(
         "vllm.config:ParallelConfig",
-        "world_size rank decode_context_parallel_size pipeline_parallel_size",
+        "world_size rank decode_context_parallel_size pipeline_parallel_size nnodes_within_dp "
+        "distributed_executor_backend",
     ),
     *_read("vllm.config:SchedulerConfig", "policy"),
     *_read("vllm.config:CacheConfig", "enable_prefix_caching kv_cache_layout"),

@@ -61,6 +61,15 @@ class ARC(Generic[K]):
             else:
                 again.renew(entry)
 
+    def renew(self, keys: Iterable[K]) -> None:
+        for key in keys:
+            if (entry := self._entries.get(key)) is not None:
+                entry.queue.renew(entry)
+
+    def resize(self, key: K, nbytes: int) -> None:
+        if (entry := self._entries.get(key)) is not None:
+            entry.queue.resize(entry, nbytes)
+
     def hold(self, key: K) -> None:
         if (entry := self._entries.get(key)) is not None:
             entry.queue.hold(entry)

@@ -37,12 +37,13 @@ def compute_cost(item: Item) -> float:
 
 
 class _Entry(HeapNode, Generic[K]):
-    __slots__ = ("due", "gain", "key", "position", "uses")
+    __slots__ = ("cost", "due", "gain", "key", "position", "uses")
 
     def __init__(self, key: K, item: Item) -> None:
         super().__init__((0.0,))
         self.key = key
-        self.gain = compute_cost(item) / max(item.nbytes, 1)
+        self.cost = compute_cost(item)
+        self.gain = self.cost / max(item.nbytes, 1)
         self.position = item.position
         self.uses = 1
         self.due = self.rank
@@ -75,6 +76,23 @@ class Cost(Generic[K]):
         self._heap.push(entry)
 
     def use(self, keys: Iterable[K]) -> None:
+        self._used(keys, 1)
+
+    def renew(self, keys: Iterable[K]) -> None:
+        self._used(keys, 0)
+
+    def resize(self, key: K, nbytes: int) -> None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        gain = entry.cost / max(nbytes, 1)
+        worth, *others = entry.due
+        entry.due = (worth + entry.uses * (gain - entry.gain), *others)
+        entry.gain = gain
+        if entry.inside and entry.due < entry.rank:  # what rises is brought up to date later
+            self._heap.change(entry, entry.due)
+
+    def _used(self, keys: Iterable[K], times: int) -> None:
         self._clock += 1
         entries, (behind, worth) = self._entries, self._behind
         self._behind = (0, 0.0)
@@ -84,7 +102,7 @@ class Cost(Generic[K]):
                 if first and entry.position != behind - 1:
                     worth = 0.0
                 first = False
-                entry.uses += 1
+                entry.uses += times
                 worth = self._rank(entry, worth)
 
     def hold(self, key: K) -> None:

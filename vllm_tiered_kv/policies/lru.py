@@ -25,6 +25,12 @@ class LRU(Generic[K]):
             if key in order:
                 order.move_to_end(key)
 
+    def renew(self, keys: Iterable[K]) -> None:
+        self.use(keys)
+
+    def resize(self, key: K, nbytes: int) -> None:
+        """Sizes do not matter here."""
+
     def hold(self, key: K) -> None:
         self._order.pop(key, None)
 

@@ -59,7 +59,16 @@ class EvictionPolicy(Protocol[K]):
         """A new entry, just used, which may be evicted. Its key is not known yet."""
 
     def use(self, keys: Iterable[K]) -> None:
-        """One use of these entries together; a flat owner names a prefix tail first."""
+        """One use of these entries together; a flat owner names a prefix tail first.
+
+        A request uses what it finds once, however often it comes back to it.
+        """
+
+    def renew(self, keys: Iterable[K]) -> None:
+        """A use that was counted goes on: what it is of is the newest again, and used no more."""
+
+    def resize(self, key: K, nbytes: int) -> None:
+        """The entry takes so many bytes now; its age and its uses stay."""
 
     def hold(self, key: K) -> None:
         """The entry cannot be evicted until it is released; holding it twice is holding it once."""

@@ -47,6 +47,11 @@ class Queue(Generic[K]):
         self.nbytes -= member.nbytes
         self._step_out(member)
 
+    def resize(self, member: Member[K], nbytes: int) -> None:
+        """A member takes so many bytes now."""
+        self.nbytes += nbytes - member.nbytes
+        member.nbytes = nbytes
+
     def renew(self, member: Member[K]) -> None:
         """Make a member the newest."""
         if not member.held:

@@ -66,6 +66,13 @@ class S3FIFO(Generic[K]):
             if entry is not None and entry.uses < MAX_USES:
                 entry.uses += 1
 
+    def renew(self, keys: Iterable[K]) -> None:
+        """A queue is by when its members came, whatever happened to them since."""
+
+    def resize(self, key: K, nbytes: int) -> None:
+        if (entry := self._entries.get(key)) is not None:
+            entry.queue.resize(entry, nbytes)
+
     def hold(self, key: K) -> None:
         if (entry := self._entries.get(key)) is not None:
             entry.queue.hold(entry)

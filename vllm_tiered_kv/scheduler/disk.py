@@ -8,9 +8,9 @@ pin on its chunk: a slot that a file is read into or written from is nobody else
 from __future__ import annotations
 
 import enum
-import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.bits import bit_mask, bits_of
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 TIER = "disk"
 SWEEP = 256
 """Announced chunks looked at again in a step where it is not known which of them have gone."""
+MAX_RENEWED = 1 << 12
+"""Chunks of a prefix that are made the newest when its last has been written."""
 MAX_HASHES = 128
 """Block hashes said of a chunk: about what a file's header has room for."""
 
@@ -39,6 +41,12 @@ class Since(enum.Enum):
 
     EVER = "ever"  # the weights may have changed: files say nothing about those in memory
     THIS_START = "this start"  # something stored since may be wrong
+
+
+class _Write(NamedTuple):
+    node: Node
+    above: bytes
+    """The key of the chunk before it; empty where that is not known."""
 
 
 class DiskPlanner:
@@ -76,8 +84,11 @@ class DiskPlanner:
         self._number = number
         self._tally = tally
         self._admission = admission
-        self._writes: dict[int, Node] = {}
-        self._writing: set[bytes] = set()
+        self._writes: dict[int, _Write] = {}
+        self._writing: Counter[bytes] = Counter()
+        self._above: Counter[bytes] = Counter()
+        """Chunks, by how many of those right behind them are being written."""
+        self._used_ns = 0
         self._evicted = 0
         self._to_sweep = 0
         """Announced chunks still to be looked at again."""
@@ -94,9 +105,14 @@ class DiskPlanner:
 
     # -- writing -----------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Another request's chunks are looked at: a chunk of both is seen once more."""
+    def begin(self, used_ns: int) -> None:
+        """Another request's chunks are looked at: a chunk of both is seen once more.
+
+        Args:
+            used_ns: since when it uses them, nanoseconds since the epoch.
+        """
         self._asked = None
+        self._used_ns = used_ns
 
     def storing(
         self, job: int, node: Node, groups: Iterable[int], request: Request, chunk: int
@@ -111,33 +127,47 @@ class DiskPlanner:
             chunk: its index there.
         """
         self._say(node.key, request, chunk)
-        if not self._may_write() or not self._admits(node, request.num_tokens):
+        if self.agent.is_closed or not self._admits(node, request.num_tokens):
             return
         order = self._order(job, node, groups, request, chunk)
-        if order is not None and self.agent.expect(order):
+        if order is None:
+            return
+        if self._may_write() and self.agent.expect(order):
             self._begin_write(job, node, request, chunk)
+        else:
+            self._count("dropped")
 
     def store_ended(self, job: int, *, good: bool) -> None:
         """A store has ended, or will not be trusted whatever it says."""
         if job in self._writes and self.agent.settle(job, good=good):
+            self._count("dropped")
             self._end_write(job)
 
-    def used(self, node: Node, request: Request, chunk: int) -> None:
+    def found(self, node: Node, request: Request, chunk: int) -> None:
         """A chunk is in use again: have it written if it is not on disk; see :meth:`storing`."""
         self._say(node.key, request, chunk)
         if node.state is not NodeState.READY or node.key in self._writing:
             return
         missing = mask_of(node) & ~self.agent.groups(node.key) & ~bit_mask(node.coming)
-        if not missing or not self._may_write() or not self._admits(node, request.num_tokens):
+        if not missing or self.agent.is_closed or not self._admits(node, request.num_tokens):
             return
         job = self._number()
         order = self._order(job, node, bits_of(missing), request, chunk)
-        if order is not None and self.agent.write(order):
+        if order is None:
+            return
+        if self._may_write() and self.agent.write(order):
             self._begin_write(job, node, request, chunk)
+        else:
+            self._count("dropped")
 
-    def used_now(self, keys: Sequence[bytes]) -> None:
-        """A prefix is in use, given head first: it goes from the folder after what is not."""
-        self.agent.used_now(keys[::-1])
+    def used(self, keys: Sequence[bytes], *, again: Sequence[bytes] = ()) -> None:
+        """A prefix is in use: it goes from the folder after what is not.
+
+        Args:
+            keys: its chunks that are used once more, head first.
+            again: those before them, whose use by this request was told, head first.
+        """
+        self.agent.used_now(keys[::-1], again[::-1])
 
     def _say(self, key: bytes, request: Request, chunk: int) -> None:
         """Announce what lies on disk of a chunk in use: who wrote it may be long gone."""
@@ -165,23 +195,37 @@ class DiskPlanner:
         )
         if not parts or any(part.slot == ABSENT for part in parts):
             return None
-        used_ns = time.time_ns() - 1000 * chunk  # the tail of a prefix goes first
+        used_ns = max(0, self._used_ns - 1000 * chunk)  # the tail of a prefix goes first
         facts = chunk_facts(request, chunk, self._geometry)
         return WriteOrder(job, node.key, parts, facts, used_ns)
 
     def _begin_write(self, job: int, node: Node, request: Request, chunk: int) -> None:
         self._index.pin(node)
-        self._writes[job] = node
-        self._writing.add(node.key)
+        above = node.parent.key if node.parent is not None else b""
+        self._writes[job] = _Write(node, above)
+        self._writing[node.key] += 1
+        self._above[above] += 1
         if self.events is not None:
             self.events.storing(node.key, request, chunk)
 
     def _end_write(self, job: int) -> None:
-        node = self._writes.pop(job)
-        self._writing.discard(node.key)
+        node, above = self._writes.pop(job)
+        _count_down(self._writing, node.key)
+        _count_down(self._above, above)
+        if node.key not in self._above and node.key not in self._writing:
+            self._renew(node)
         self._index.unpin(node)
         if self.events is not None:
             self.events.log.ended(node.key, self.agent.groups(node.key))
+
+    def _renew(self, node: Node | None) -> None:
+        """The last of a prefix has been written: what was written before it is not older."""
+        keys: list[bytes] = []
+        while node is not None and node.state is not NodeState.GONE and len(keys) < MAX_RENEWED:
+            keys.append(node.key)
+            node = node.parent
+        if len(keys) > 1:
+            self.agent.renew(keys)
 
     # -- what came of it ---------------------------------------------------------------
 
@@ -258,6 +302,12 @@ class DiskPlanner:
     def _count_copy(self, direction: str, ended: Ended) -> None:
         self._tally.add(metrics.BYTES.key(direction, TIER), ended.nbytes)
         self._tally.add(metrics.SECONDS.key(direction, TIER), ended.seconds)
+
+
+def _count_down(counts: Counter[bytes], key: bytes) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 def chunk_facts(request: Request, chunk: int, geometry: Geometry) -> ChunkFacts:

@@ -21,6 +21,7 @@ class Fetch:
 
     __slots__ = (
         "_waiting",
+        "added",
         "jobs",
         "keys",
         "needed",
@@ -47,6 +48,8 @@ class Fetch:
         """Reads that were ordered for it."""
         self.read: set[Node] = set()
         """The chunks that come from disk."""
+        self.added: set[Node] = set()
+        """Those of them that came into the index for it."""
         self.over = False
         """It is not waited for any more: what has arrived is offered."""
         self._waiting: list[Node] = []

@@ -12,7 +12,7 @@ There is one thread here: the scheduler's. No locks.
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from vllm_tiered_kv.policies import Eviction, EvictionPolicy, Item, Place, make_policy
@@ -64,6 +64,11 @@ class Node:
             if slot != ABSENT:
                 mask |= 1 << group
         return mask
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that it has, those being written included."""
+        return sum(slot != ABSENT for slot in self.slots) + len(self.coming)
 
     @property
     def is_empty(self) -> bool:
@@ -168,14 +173,20 @@ class ChunkIndex:
             run.append(node)
         return run
 
-    def touch(self, nodes: Iterable[Node]) -> None:
-        """Make these the most recently used; a prefix is given whole, head first."""
+    def touch(self, nodes: Sequence[Node], *, again: Sequence[Node] = ()) -> None:
+        """Make these the most recently used; a prefix is given whole, head first.
+
+        Args:
+            nodes: those that are used once more.
+            again: those that are in use still, or came into the index for this very use.
+        """
         self._clock += 1
         now = self._clock
-        nodes = list(nodes)
-        for node in nodes:
+        for node in (*nodes, *again):
             node.last_used = now
-        self._policy.use(reversed(nodes))
+        self._policy.use(nodes[::-1])
+        if again:
+            self._policy.renew(again[::-1])
 
     # -- storing ---------------------------------------------------------------
 
@@ -227,6 +238,7 @@ class ChunkIndex:
         if taken is None:
             return False
         node.coming.update(zip(groups, taken, strict=True))
+        self._policy.resize(node, node.num_slots)
         self.pin(node)
         return True
 
@@ -238,6 +250,7 @@ class ChunkIndex:
                 node.slots[group] = slot
             else:  # whoever else holds the node may be reading it
                 self._late.setdefault(node, []).append(slot)
+        self._policy.resize(node, node.num_slots)
         if self._listener is not None and node.state is NodeState.READY:
             self._listener.stored(node)
         self.unpin(node)

@@ -13,7 +13,6 @@ from vllm_tiered_kv.scheduler.core import TIER, Core
 from vllm_tiered_kv.scheduler.disk import TIER as DISK
 from vllm_tiered_kv.scheduler.fetch import Look
 from vllm_tiered_kv.scheduler.groups import usable_chunks
-from vllm_tiered_kv.scheduler.index import Node
 from vllm_tiered_kv.scheduler.jobs import ActiveLoad
 from vllm_tiered_kv.scheduler.plan import chunk_key, chunk_keys, count_chunks, plan_load
 from vllm_tiered_kv.scheduler.requests import Offer, RequestState
@@ -318,21 +317,28 @@ class LoadPlanner:
         plan = plan_load(core.geometry, offer, tokens, tables, core.null_block)
         if plan is None:
             return None
-        prefix = self._prefix(state, offer)
-        core.index.touch(prefix)
-        if core.disk is not None:
-            core.disk.used_now([node.key for node in prefix])
+        self._use(state, offer)
         used = sorted(set(plan.sources))
         place = {source: i for i, source in enumerate(used)}
         nodes = tuple(offer.nodes[source] for source in used)
         sources = tuple(place[source] for source in plan.sources)
         return ActiveLoad(state.request.request_id, nodes, plan.copies, sources, tokens)
 
-    def _prefix(self, state: RequestState, offer: Offer) -> list[Node]:
-        """The nodes of the whole prefix, also those the device holds already."""
-        geometry, index = self._core.geometry, self._core.index
+    def _use(self, state: RequestState, offer: Offer) -> None:
+        """Note that the whole prefix is used, also what the device holds already: once each."""
+        geometry, index, disk = self._core.geometry, self._core.index, self._core.disk
         tokens = offer.first * geometry.chunk_tokens
         digest = (state.content or BASE_MODEL).digest
         keys = chunk_keys(state.request.block_hashes, tokens, geometry, digest)
-        head = [node for key in keys if (node := index.get(key)) is not None]
-        return [*head, *offer.nodes]
+        prefix = [(i, node) for i, key in enumerate(keys) if (node := index.get(key)) is not None]
+        prefix += enumerate(offer.nodes, offer.first)
+        known = [node for i, node in prefix if i < state.used]
+        fresh = [node for i, node in prefix if i >= state.used]
+        added = state.fetch.added if state.fetch is not None else ()
+        index.touch(
+            [node for node in fresh if node not in added],
+            again=[*known, *(node for node in fresh if node in added)],
+        )
+        if disk is not None:
+            disk.used([node.key for node in fresh], again=[node.key for node in known])
+        state.used = max(state.used, offer.first + len(offer.nodes))

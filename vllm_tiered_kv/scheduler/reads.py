@@ -192,6 +192,7 @@ class DiskReads:
             node = index.reserve(key, fetch.parent, groups)
             if node is None:
                 return False
+            fetch.added.add(node)
             slots: Sequence[int] | dict[int, int] = node.slots
         elif index.extend(node, groups):
             slots = node.coming

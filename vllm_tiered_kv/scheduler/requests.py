@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,8 @@ class RequestState:
         "request",
         "tail",
         "unsure",
+        "used",
+        "used_ns",
         "waiting_since",
     )
 
@@ -83,6 +86,10 @@ class RequestState:
         """The load vLLM waits for."""
         self.next_chunk = 0
         """The first chunk not yet stored or found stored."""
+        self.used = 0
+        """Chunks of its head that it has used: it stored them, or what was there is used once."""
+        self.used_ns = 0
+        """When it was looked up last, nanoseconds since the epoch: so old are its files."""
         self.planned = 0
         """Its tokens that are computed once the steps planned so far have run."""
         self.tail: Node | None = None
@@ -124,5 +131,6 @@ class RequestState:
         self.next_chunk = 0
         self.tail = None
         self.unsure = True
+        self.used_ns = time.time_ns()
         keeps = self.params.store and self.content is not None
         self.next_store_at = chunk_tokens if keeps else NEVER

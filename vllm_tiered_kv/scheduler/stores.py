@@ -86,10 +86,6 @@ class StorePlanner:
         if target <= state.next_chunk:
             return
         self._walk(state, target, lambda: block_ids, NO_STATES)
-        if self._core.disk is not None and state.content is not None:
-            tokens = state.next_chunk * self._core.geometry.chunk_tokens
-            geometry, digest = self._core.geometry, state.content.digest
-            self._core.disk.used_now(chunk_keys(request.block_hashes, tokens, geometry, digest))
         if (missing := target - state.next_chunk) > 0:
             self._core.count_chunks("dropped", missing)
 
@@ -147,19 +143,23 @@ class StorePlanner:
         hashes = state.request.block_hashes
         tables: BlockTables = ()
         if core.disk is not None:
-            core.disk.begin()
+            core.disk.begin(state.used_ns)
         found: list[Node] = []
+        on_disk: list[int] = []
         for chunk in range(state.next_chunk, target):
             visit = _Visit(state.request, chunk, content.use)
             key = chunk_key(hashes, chunk, core.geometry, content.digest)
             node = core.index.get(key)
+            if core.disk is not None and chunk >= state.used and core.disk.agent.groups(key):
+                on_disk.append(chunk)
             if node is not None:
                 core.index.adopt(node, state.tail)
-                found.append(node)
+                if chunk >= state.used:
+                    found.append(node)
                 if core.events is not None:
                     core.events.used(node, state.request, chunk)
                 if core.disk is not None:
-                    core.disk.used(node, state.request, chunk)
+                    core.disk.found(node, state.request, chunk)
                 ends = states.get(chunk, NO_BLOCKS)
                 lacks = _lacks(core.geometry, node, ends)
                 tables = tables or (block_ids() if lacks else ())
@@ -178,8 +178,13 @@ class StorePlanner:
                     core.events.storing(key, state.request, chunk)
             state.tail = node
             state.next_chunk = chunk + 1
+        state.used = max(state.used, state.next_chunk)
         if found:
             core.index.touch(found)
+        if core.disk is not None and on_disk:
+            reach = (on_disk[-1] + 1) * core.geometry.chunk_tokens
+            keys = chunk_keys(hashes, reach, core.geometry, content.digest)
+            core.disk.used([keys[chunk] for chunk in on_disk], again=keys[: on_disk[0]])
         state.next_store_at = (target + 1) * core.geometry.chunk_tokens
 
     def _start(

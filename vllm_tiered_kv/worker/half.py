@@ -43,6 +43,7 @@ from vllm_tiered_kv.protocol import (
 from vllm_tiered_kv.tiers.disk.channel import RankSockets
 from vllm_tiered_kv.tiers.disk.executor import DiskExecutor
 from vllm_tiered_kv.tiers.disk.files import Files
+from vllm_tiered_kv.tiers.disk.orders import Hello
 from vllm_tiered_kv.worker.adapters import AdapterWatch
 from vllm_tiered_kv.worker.copy import BlockCopies, Copier, CopyError, open_copier
 from vllm_tiered_kv.worker.copy.streaming import streaming_copy
@@ -250,7 +251,11 @@ class WorkerHalf:
         )
         try:
             sockets = RankSockets(
-                self._rank, setup.disk_reports, setup.disk_orders, setup.disk_secret
+                self._rank,
+                setup.disk_reports,
+                setup.disk_orders,
+                setup.disk_secret,
+                Hello(sizes),
             )
             self._disk = DiskExecutor(self._rank, sockets, pool.view, sizes, self._open_files())
         except (OSError, RuntimeError, zmq.ZMQError) as error:

@@ -24,7 +24,7 @@ from vllm_tiered_kv.tiers.disk.direct import aligned_buffer
 from vllm_tiered_kv.tiers.disk.executor import DiskExecutor
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.format import ChunkFacts, file_bytes, padded
-from vllm_tiered_kv.tiers.disk.orders import Outcome, Part, ReadOrder, WriteOrder
+from vllm_tiered_kv.tiers.disk.orders import Hello, Outcome, Part, ReadOrder, WriteOrder
 from vllm_tiered_kv.tiers.disk.settings import ENTRY_BYTES, FOLDER_BYTES, TierSettings
 
 SPACE = "0123456789abcdef-fedcba9876543210"
@@ -46,7 +46,9 @@ class FaultyFiles(Files):
         self.failing: frozenset[str] = frozenset(CALLS)
         self.errors: Sequence[int] = ERRORS
         self.flow = threading.Event()
-        """Cleared: calls do not return."""
+        """Cleared: calls do not return ..."""
+        self.holding: frozenset[str] = frozenset(CALLS)
+        """... if they are of these names."""
         self.flow.set()
         self.waiting = threading.Semaphore(0)
         """Counts the calls that came while nothing returned."""
@@ -57,7 +59,7 @@ class FaultyFiles(Files):
 def _faulty(name: str) -> Callable[..., Any]:
     def call(self: FaultyFiles, *args: Any, **kwargs: Any) -> Any:
         self.threads[threading.current_thread().name] += 1
-        if not self.flow.is_set():
+        if not self.flow.is_set() and name in self.holding:
             self.waiting.release()
             self.flow.wait(PATIENCE)
         fails = name in self.failing and self.chance.random() < self.rate
@@ -109,7 +111,7 @@ class Rig:
         self.executors = [
             DiskExecutor(
                 rank,
-                RankSockets(rank, *self.agent.addresses),
+                RankSockets(rank, *self.agent.addresses, Hello((PART,) * groups)),
                 lambda slot, nbytes, rank=rank: self.view(rank, slot, nbytes),
                 (PART,) * groups,
                 files,

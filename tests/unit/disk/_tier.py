@@ -11,10 +11,8 @@ import msgspec
 
 from vllm_tiered_kv.policies.lru import LRU
 from vllm_tiered_kv.tiers.disk.active import Ended
-from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName, FoundFile
-from vllm_tiered_kv.tiers.disk.direct import IoMode
-from vllm_tiered_kv.tiers.disk.format import ChunkFacts
-from vllm_tiered_kv.tiers.disk.keeper import (
+from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
+from vllm_tiered_kv.tiers.disk.chores import (
     Chore,
     Measure,
     Measured,
@@ -30,6 +28,9 @@ from vllm_tiered_kv.tiers.disk.keeper import (
     ScanPiece,
     Trouble,
 )
+from vllm_tiered_kv.tiers.disk.direct import IoMode
+from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
+from vllm_tiered_kv.tiers.disk.format import HEADER_BYTES, ChunkFacts
 from vllm_tiered_kv.tiers.disk.orders import (
     Order,
     OrderResult,
@@ -89,6 +90,12 @@ class Bench:
         self.unreachable: set[int] = set()
         self.takes_chores = True
         self.free = 1 << 40
+        self.purges = 0
+        self.written_after: dict[FileName, int] = {}
+        """How many purges there had been when a file was written here."""
+        usual = (FILE - HEADER_BYTES,) * groups
+        self.part_bytes_of = dict.fromkeys(range(ranks), usual)
+        """By rank and KV cache group; 0 where it has no layer of the group."""
         self.catalogue = Catalogue(ranks, LRU(), 16)
         self.tier = DiskTier(
             self.settings,
@@ -101,6 +108,9 @@ class Bench:
         )
         self._jobs = 0
         self.wanted: set[int] = set()
+        self.writes: set[int] = set()
+        self._ordered_after: dict[int, int] = {}
+        self.reads: set[int] = set()
 
     def _send(self, rank: int, orders: Sequence[Order]) -> bool:
         if rank in self.unreachable:
@@ -123,23 +133,39 @@ class Bench:
         """Until the ranks know the folder."""
         self.tier.open(OWN, {})
         self.keep()
-        self.tier.connected(self.settings.ranks)
+        self.connect()
         assert self.tier.is_readable
         for sent in self.sent:
             sent.clear()
         return self
 
+    def connect(self, ranks: int | None = None) -> None:
+        """So many ranks, or all, have said hello."""
+        count = self.settings.ranks if ranks is None else ranks
+        self.tier.connected({rank: self.part_bytes_of[rank] for rank in range(count)})
+
     def write(self, key: bytes, groups: Sequence[int] = (0,), index: int = 0) -> int:
         job = self._number()
         parts = tuple(Part(group, job) for group in groups)
+        self.writes.add(job)
+        self._ordered_after[job] = self.purges
         self.tier.want_write(WriteOrder(job, key, parts, facts(index), 0))
         return job
 
     def read(self, key: bytes, groups: Sequence[int] = (0,), patience: float = 5.0) -> int:
         job = self._number()
         parts = tuple(Part(group, job) for group in groups)
+        self.reads.add(job)
         self.tier.want_reads([ReadOrder(job, key, parts, patience)])
         return job
+
+    def purge(self) -> None:
+        """What has been written, and what is being written, may be wrong."""
+        self.purges += 1
+        self.tier.purge()
+
+    def _known_purges(self, order: WriteOrder) -> int:
+        return self._ordered_after[order.job]
 
     def look_for(self, keys: Sequence[bytes]) -> int:
         job = self._number()
@@ -161,27 +187,27 @@ class Bench:
         assert isinstance(order, ReadOrder | WriteOrder)
         self.sent[rank].remove(order)
         names = [FileName(OWN, rank, part.group, order.key) for part in order.parts]
+        sizes = [FILE if self.part_bytes_of[rank][name.group] else 0 for name in names]
         if outcome is not Outcome.DONE:
             names = names[: min(done, len(names) - 1)]
         if outcome is Outcome.DROPPED:
             return OrderResult(order.job, outcome)
         if isinstance(order, WriteOrder):
-            new = [name for name in names if name not in self.disk]
-            self.disk.update(dict.fromkeys(names, FILE))
+            real = [name for name, size in zip(names, sizes, strict=False) if size]
+            new = [name for name in real if name not in self.disk]
+            self.disk.update(dict.fromkeys(real, FILE))
+            self.written_after.update(dict.fromkeys(new, self._known_purges(order)))
             made = FILE * len(new) if outcome is Outcome.DONE else 0
-            return OrderResult(order.job, outcome, made, (FILE,) * len(names))
+            return OrderResult(order.job, outcome, made, tuple(sizes[: len(names)]))
         there = 0
-        for name in names:
-            if name not in self.disk:
-                return OrderResult(order.job, Outcome.MISSING, 0, (FILE,) * there)
+        for name, size in zip(names, sizes, strict=False):
+            if size and name not in self.disk:
+                return OrderResult(order.job, Outcome.MISSING, 0, tuple(sizes[:there]))
             there += 1
-        if outcome is Outcome.DAMAGED:
+        if outcome in (Outcome.DAMAGED, Outcome.MISSING):
             bad = FileName(OWN, rank, order.parts[there].group, order.key)
             self.disk.pop(bad, None)
-        if outcome is Outcome.MISSING:
-            bad = FileName(OWN, rank, order.parts[there].group, order.key)
-            self.disk.pop(bad, None)
-        return OrderResult(order.job, outcome, 0, (FILE,) * there)
+        return OrderResult(order.job, outcome, 0, tuple(sizes[:there]))
 
     def answer(self, order: Order, outcome: Outcome = Outcome.DONE, rank: int = 0) -> None:
         self.tier.report(RankReport(rank, (self.do(rank, order, outcome),)))

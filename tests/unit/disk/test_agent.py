@@ -22,6 +22,7 @@ from tests.unit.disk._agent import (
 )
 from vllm_tiered_kv.protocol import Direction, JobResult, JobStatus
 from vllm_tiered_kv.tiers.disk import agent as agent_module
+from vllm_tiered_kv.tiers.disk.chores import Measure
 from vllm_tiered_kv.tiers.disk.format import ChunkFacts
 from vllm_tiered_kv.tiers.disk.orders import OrderResult, Outcome, Part, RankReport, WriteOrder
 
@@ -210,3 +211,25 @@ def test_files_beyond_a_smaller_capacity_go_without_a_request(tmp_path: Path) ->
         engine.wait(lambda: engine.agent.used <= smaller and engine.agent.evicted, "too much")
         engine.wait(lambda: not engine.agent._tier._removal._leaving, "files never leave")
         assert sum(on_disk(tmp_path).values()) == engine.catalogue.used <= smaller
+
+
+def test_what_may_be_wrong_is_removed_before_the_end(tmp_path: Path) -> None:
+    """The next start would offer it."""
+    files = FaultyFiles(0)
+    with rig(tmp_path, files) as engine:
+        engine.open()
+        written(engine, *range(8))
+        files.holding = frozenset({"statvfs"})
+        files.flow.clear()
+        keeper = engine.agent._keeper
+        assert keeper.ask(Measure())
+        assert files.waiting.acquire(timeout=30)
+        engine.agent.purge()
+        engine.ask(lambda: None)
+        ending = threading.Thread(target=engine.agent.shutdown)
+        ending.start()
+        engine.wait(lambda: keeper._closing, "it does not end")
+        files.flow.set()
+        ending.join(30)
+        keeper._thread.join(30)
+        assert not on_disk(tmp_path)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from vllm_tiered_kv.policies import Eviction, make_policy
 from vllm_tiered_kv.policies.lru import LRU
 from vllm_tiered_kv.tiers.disk import catalogue as module
-from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName, FoundFile
+from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
+from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
 
 names = st.builds(
     FileName,

@@ -16,6 +16,7 @@ from vllm_tiered_kv.tiers.disk.executor import READERS, DiskExecutor
 from vllm_tiered_kv.tiers.disk.format import ChunkFacts
 from vllm_tiered_kv.tiers.disk.orders import (
     CancelReads,
+    Hello,
     OpenFolder,
     OrderResult,
     Outcome,
@@ -36,7 +37,11 @@ class Bench:
         self.executor = DiskExecutor(
             0,
             RankSockets(
-                0, self.agent.reports_address, self.agent.orders_address, self.agent.secret
+                0,
+                self.agent.reports_address,
+                self.agent.orders_address,
+                self.agent.secret,
+                Hello(part_bytes),
             ),
             self.view,
             part_bytes,

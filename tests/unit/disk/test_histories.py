@@ -64,6 +64,7 @@ def check_end(rig: Rig) -> None:
         health._again_at = 0.0  # pauses last up to a minute
     rig.wait(lambda: not agent.is_degraded and agent.is_readable, "it does not work again")
     rig.wait(lambda: not tier._removal._leaving, "files never leave")
+    rig.rescan()
     rig.wait(lambda: not rig.catalogue._distrusted, "what may be wrong is not removed")
     rig.rescan()
     rig.wait(lambda: not tier._removal._leaving, "files never leave")

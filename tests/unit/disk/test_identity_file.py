@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.disk._files import NAMESPACE
+from tests.unit.disk._files import NAMESPACE, WatchedFiles
 from vllm_tiered_kv.tiers.disk.failures import FailureReason
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.identity_file import write_identity
@@ -51,3 +51,21 @@ def test_a_file_in_the_namespaces_place_is_left(tmp_path: Path) -> None:
     (tmp_path / NAMESPACE).write_text("mine")
     assert write_identity(Files(), tmp_path, NAMESPACE, {}) is FailureReason.FOREIGN
     assert (tmp_path / NAMESPACE).read_text() == "mine"
+
+
+def test_a_folder_in_its_place_is_left_and_keeps_nobody_from_working(tmp_path: Path) -> None:
+    place = tmp_path / NAMESPACE / "identity.json"
+    place.mkdir(parents=True)
+    assert write_identity(Files(), tmp_path, NAMESPACE, {}) is None
+    assert list((tmp_path / NAMESPACE).iterdir()) == [place]
+
+
+def test_a_huge_file_in_its_place_is_replaced_unread(tmp_path: Path) -> None:
+    place = tmp_path / NAMESPACE / "identity.json"
+    place.parent.mkdir(parents=True)
+    with place.open("wb") as file:
+        file.truncate(1 << 40)
+    files = WatchedFiles()
+    assert write_identity(files, tmp_path, NAMESPACE, {}) is None
+    assert "preadv" not in files.names
+    assert place.stat().st_size < 100

@@ -14,11 +14,7 @@ import pytest
 from tests.unit.disk._agent import FaultyFiles
 from tests.unit.disk._files import KEY, NAMESPACE, mode_of, path_of, rank_folder, write
 from vllm_tiered_kv.tiers.disk import keeper as module
-from vllm_tiered_kv.tiers.disk.catalogue import FileName
-from vllm_tiered_kv.tiers.disk.format import file_bytes
-from vllm_tiered_kv.tiers.disk.keeper import (
-    NAMESPACE_BYTES,
-    Keeper,
+from vllm_tiered_kv.tiers.disk.chores import (
     Measure,
     Measured,
     News,
@@ -34,10 +30,13 @@ from vllm_tiered_kv.tiers.disk.keeper import (
     Touch,
     Trouble,
 )
-from vllm_tiered_kv.tiers.disk.settings import FOLDER_BYTES
+from vllm_tiered_kv.tiers.disk.entries import FileName
+from vllm_tiered_kv.tiers.disk.format import file_bytes
+from vllm_tiered_kv.tiers.disk.keeper import Keeper
+from vllm_tiered_kv.tiers.disk.survey import PAGE
 
 NAME = FileName(NAMESPACE, 0, 0, KEY)
-SCAN = Scan(NAMESPACE, 0.0)
+SCAN = Scan(NAMESPACE, 1, 0.0)
 
 
 class Bench:
@@ -90,11 +89,11 @@ def test_a_scan_tells_files_and_counts_the_rest(bench: Bench, tmp_path: Path) ->
     assert isinstance(piece, ScanPiece)
     assert isinstance(ended, ScanEnded)
     assert {f.name for f in piece.files} == {NAME, FileName("another", 3, 0, KEY)}
-    folders = 2 * NAMESPACE_BYTES + 2 * FOLDER_BYTES  # of the other one: its ranks' too
-    assert ended.other_bytes == folders + 2000
+    folders = (1 + 5) * PAGE  # two namespaces, and in the other one two ranks, two tmp, a shard
+    assert ended.other_bytes == folders + PAGE + 2000
     assert ended.missed == 0
-    young = bench.ask(Scan(NAMESPACE, 60.0), ScanEnded)
-    assert young.other_bytes == folders + 1000  # ours may be under way
+    young = bench.ask(Scan(NAMESPACE, 1, 60.0), ScanEnded)
+    assert young.other_bytes == folders + PAGE + 1000  # ours may be under way
 
 
 def test_a_scan_says_what_it_could_not_see(bench: Bench, tmp_path: Path) -> None:
@@ -162,3 +161,47 @@ def test_a_hung_call_does_not_hold_up_the_end(tmp_path: Path) -> None:
     bench.keeper._thread.join(30)
     assert not bench.keeper._thread.is_alive()
     assert not bench.keeper.ask(Measure())
+
+
+@pytest.mark.parametrize("level", ["", NAMESPACE])
+@pytest.mark.parametrize(("mode", "warns"), [(0o700, False), (0o770, True), (0o1777, True)])
+def test_a_folder_that_others_can_write_to_is_named_once(
+    bench: Bench,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    level: str,
+    mode: int,
+    warns: bool,
+) -> None:
+    for folder in (tmp_path, tmp_path / NAMESPACE):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o700)
+    (tmp_path / level).chmod(mode)
+    for _ in range(2):
+        bench.ask(Prepare(NAMESPACE, {}), Prepared)
+    said = [record for record in caplog.records if "other users" in record.message]
+    assert [record.args for record in said] == [(tmp_path / level,)] * warns
+
+
+def test_a_file_system_that_does_not_say_how_much_is_free(bench: Bench) -> None:
+    class Nothing:
+        f_blocks = f_bavail = f_frsize = 0
+
+    bench.files.statvfs = lambda fd: Nothing  # type: ignore[assignment,method-assign]
+    bench.keeper.ask(Measure())
+    bench.ask(Prepare(NAMESPACE, {}), Prepared)
+    bench.ask(SCAN, ScanEnded)
+    assert bench.news.empty()
+
+
+def test_what_is_made_is_for_its_owner_alone(bench: Bench, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        bench.ask(Prepare(NAMESPACE, {}), Prepared)
+        write(rank_folder(tmp_path))
+    finally:
+        os.umask(before)
+    made = list(tmp_path.rglob("*"))
+    assert len(made) == 6
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}

@@ -20,6 +20,7 @@ from vllm_tiered_kv.tiers.disk.format import ChunkFacts
 from vllm_tiered_kv.tiers.disk.orders import (
     MAX_ORDERS,
     CancelReads,
+    Hello,
     OpenFolder,
     Order,
     OrderResult,
@@ -35,6 +36,7 @@ from vllm_tiered_kv.tiers.disk.orders import (
 )
 
 KEY = bytes(range(32))
+HELLO = Hello((4096,))
 FACTS = ChunkFacts((KEY,), 1, 0, 16)
 numbers = st.integers(0, 1 << 40)
 keys = st.binary(min_size=1, max_size=96)
@@ -115,10 +117,9 @@ def agent() -> Iterator[AgentSockets]:
 def connect(agent: AgentSockets) -> Iterator[Callable[..., RankSockets]]:
     made: list[RankSockets] = []
 
-    def one(rank: int = 0, secret: bytes | None = None) -> RankSockets:
-        made.append(
-            RankSockets(rank, agent.reports_address, agent.orders_address, secret or agent.secret)
-        )
+    def one(rank: int = 0, secret: bytes | None = None, hello: Hello = HELLO) -> RankSockets:
+        addresses = (agent.reports_address, agent.orders_address)
+        made.append(RankSockets(rank, *addresses, secret or agent.secret, hello))
         return made[-1]
 
     yield one
@@ -173,6 +174,34 @@ def test_who_lacks_the_secret_is_not_heard(
     until(lambda: agent.wait(0.01) == [] and agent.malformed == 2)
     assert agent.ranks == 0
     assert not agent.send(0, [CancelReads((1,))])
+
+
+def test_a_rank_says_what_its_parts_take(
+    agent: AgentSockets, connect: Callable[..., RankSockets]
+) -> None:
+    for rank, hello in enumerate([Hello((4096, 0)), Hello((1 << 40,) * 64)]):
+        connect(rank, hello=hello)
+    until(lambda: agent.wait(0.01) is not None and agent.ranks == 2)
+    assert agent.said == {0: Hello((4096, 0)), 1: Hello((1 << 40,) * 64)}
+
+
+def test_a_hello_that_is_none_is_counted(
+    agent: AgentSockets, connect: Callable[..., RankSockets]
+) -> None:
+    for hello in (Hello((1,) * 65), Hello((-1,))):
+        connect(hello=hello)
+    until(lambda: agent.wait(0.01) == [] and agent.malformed == 2)
+    assert agent.ranks == 0
+
+
+def test_a_message_without_end_is_refused(agent: AgentSockets) -> None:
+    """Arrays in arrays, beyond what is understood of a report."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(agent.reports_address)
+        socket.send(agent.secret + b"\x94\x00\x90\x90" + b"\x91" * 60_000)
+        socket.send(agent.secret + encode(RankReport(7)))
+        assert until(lambda: agent.wait(0.01)) == [RankReport(7)]
+    assert agent.malformed == 1
 
 
 def test_what_is_no_report_is_counted(agent: AgentSockets) -> None:

@@ -365,9 +365,14 @@ def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path, level: str)
     (root / level).symlink_to(outside)
     before = sorted(outside.rglob("*"))
     folder = rank_folder(root)
-    assert write(folder, KEY[:1] + OTHER).reason is FailureReason.FOREIGN
-    if not level.endswith("tmp"):
+    of_one_chunk = level.endswith("00")
+    reason = FailureReason.OCCUPIED if of_one_chunk else FailureReason.FOREIGN
+    assert write(folder, KEY[:1] + OTHER).reason is reason
+    if of_one_chunk:
+        assert read(folder)[0].status is ReadStatus.MISSING
+    elif not level.endswith("tmp"):
         assert read(folder)[0].reason is FailureReason.FOREIGN
+    if not level.endswith("tmp"):
         assert not folder.remove(KEY, 0)
     assert sorted(outside.rglob("*")) == before
 
@@ -380,7 +385,7 @@ def test_a_link_in_place_of_a_file_is_not_followed_and_may_be_replaced(tmp_path:
     path_of(root).rename(outside)
     path_of(root).symlink_to(outside)
     result, _ = read(folder)
-    assert (result.status, result.reason) == (ReadStatus.FAILED, FailureReason.FOREIGN)
+    assert result.status is ReadStatus.MISSING
     assert path_of(root).is_symlink()
     before = outside.stat()
     assert write(folder).status is WriteStatus.WRITTEN
@@ -399,14 +404,18 @@ def test_the_root_may_be_a_link(tmp_path: Path) -> None:
     assert path_of(tmp_path / "real").exists()
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def make_socket(path: Path) -> None:
+    os.mknod(path, 0o600 | stat.S_IFSOCK)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, make_socket])
 def test_what_is_no_file_is_left_alone(tmp_path: Path, make: Callable[[Path], None]) -> None:
     folder = rank_folder(tmp_path)
     write(folder)
     path_of(tmp_path).unlink()
     make(path_of(tmp_path))
     result, _ = read(folder)
-    assert (result.status, result.reason) == (ReadStatus.FAILED, FailureReason.FOREIGN)
+    assert result.status is ReadStatus.MISSING
     assert path_of(tmp_path).exists()
 
 
@@ -487,3 +496,13 @@ def test_a_slots_padding_is_set_to_zero_in_place(tmp_path: Path) -> None:
     view[:] = b"\xff" * 8192
     assert rank_folder(tmp_path).write(KEY, 0, view, 5000, FACTS, 0).status is WriteStatus.WRITTEN
     assert bytes(view) == b"\xff" * 5000 + bytes(3192)
+
+
+def test_a_folder_in_a_chunks_place_costs_that_chunk_alone(tmp_path: Path) -> None:
+    folder = rank_folder(tmp_path)
+    write(folder)
+    path_of(tmp_path).unlink()
+    path_of(tmp_path).mkdir()
+    assert write(folder).reason is FailureReason.OCCUPIED
+    assert not temp_files(tmp_path)
+    assert write(folder, KEY[:1] + OTHER).status is WriteStatus.WRITTEN

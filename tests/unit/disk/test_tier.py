@@ -8,9 +8,10 @@ import itertools
 import pytest
 
 from tests.unit.disk._tier import FILE, OWN, ROOM, Bench, key_of
-from vllm_tiered_kv.tiers.disk.catalogue import FileName
+from vllm_tiered_kv.tiers.disk.chores import Prepare, Remove, Scan, ScanEnded, Touch
+from vllm_tiered_kv.tiers.disk.entries import FileName
 from vllm_tiered_kv.tiers.disk.flight import MAX_WRITES, WRITE_PATIENCE
-from vllm_tiered_kv.tiers.disk.keeper import Prepare, Remove, Scan, ScanEnded, Touch
+from vllm_tiered_kv.tiers.disk.format import HEADER_BYTES
 from vllm_tiered_kv.tiers.disk.orders import (
     CancelReads,
     OpenFolder,
@@ -20,6 +21,7 @@ from vllm_tiered_kv.tiers.disk.orders import (
     ReadOrder,
     WriteOrder,
 )
+from vllm_tiered_kv.tiers.disk.ranks import PATIENCE
 
 
 def name(number: int, namespace: str = OWN, rank: int = 0, group: int = 0) -> FileName:
@@ -40,18 +42,18 @@ def test_ranks_are_told_once_they_are_there_and_the_folder_is_known() -> None:
     bench = Bench(ranks=2)
     bench.tier.open(OWN, {"means": "this"})
     assert bench.chores[0] == Prepare(OWN, {"means": "this"})
-    bench.tier.connected(1)
+    bench.connect(1)
     bench.keep()
     assert not bench.tier.is_readable
     assert bench.tier.is_connecting
-    bench.tier.connected(2)
+    bench.connect(2)
     assert bench.tier.is_readable
     assert [list(sent) for sent in bench.sent] == [[OpenFolder("/nowhere", OWN, False)]] * 2
 
 
 def test_a_rank_that_comes_anew_is_told_again() -> None:
     bench = Bench().open()
-    bench.tier.connected(1)
+    bench.connect(1)
     assert isinstance(bench.sent[0][0], OpenFolder)
     assert bench.tier.is_readable
 
@@ -61,7 +63,7 @@ def test_writes_wait_until_the_tier_is_open() -> None:
     bench.tier.open(OWN, {})
     job = bench.write(key_of(1))
     bench.keep()
-    bench.tier.connected(1)
+    bench.connect(1)
     bench.serve()
     assert bench.outcomes[job] is Outcome.DONE
     assert bench.tier.groups(key_of(1)) == 1
@@ -89,7 +91,7 @@ def test_writes_do_not_wait_for_ranks_that_never_come() -> None:
 def test_it_opens_by_itself_once_the_folder_can_be_had() -> None:
     bench = Bench()
     bench.tier.open(OWN, {})
-    bench.tier.connected(1)
+    bench.connect(1)
     bench.fail_chore()
     for _ in range(5):
         bench.later(70)
@@ -301,6 +303,7 @@ def test_a_write_waits_for_its_room() -> None:
 def test_writes_for_which_no_room_can_be_made_do_not_hold_their_slots() -> None:
     bench = Bench(min_free=1 << 50).open()
     assert bench.outcomes[bench.write(key_of(1))] is Outcome.DROPPED
+    assert bench.troubles["disk_room"] == 1
     bench = Bench().open()
     written(bench, *range(ROOM - 1))
     bench.later(0, keeper_busy_for=100.0)
@@ -408,6 +411,119 @@ def test_what_is_to_be_purged_and_cannot_be_removed_is_never_offered_again() -> 
     assert not bench.disk
     written(bench, 1)
     assert bench.tier.groups(key_of(1)) == 1
+
+
+def test_a_chunk_that_is_written_twice_is_purged_when_both_have_ended() -> None:
+    """What is removed before may be written again: it is of before the purge."""
+    bench = Bench().open()
+    jobs = [bench.write(key_of(1)) for _ in range(2)]
+    first, second = bench.orders()
+    bench.answer(first)
+    bench.tier.purge()
+    bench.tier.purge()
+    bench.keep()
+    assert not any(isinstance(chore, Remove) for chore in bench.chores)
+    bench.answer(second)
+    assert [bench.outcomes[job] for job in jobs] == [Outcome.DONE] * 2
+    for _ in range(3):
+        bench.later(1)
+        bench.keep()
+    assert not bench.disk
+    bench.later(1000)
+    bench.keep()
+    assert bench.tier.groups(key_of(1)) == 0
+    written(bench, 1)
+    assert bench.tier.groups(key_of(1)) == 1
+
+
+def test_what_is_purged_while_it_is_written_is_not_offered_although_its_file_was_gone() -> None:
+    bench = Bench().open()
+    written(bench, 1)
+    bench.write(key_of(1))
+    bench.read(key_of(1))
+    write, read = bench.orders()
+    bench.tier.purge()
+    bench.answer(read, Outcome.DAMAGED)
+    bench.answer(write)
+    assert bench.tier.groups(key_of(1)) == 0
+    for _ in range(3):
+        bench.later(61)
+        bench.keep()
+    assert not bench.disk
+
+
+@pytest.mark.parametrize("stale", [Outcome.MISSING, Outcome.DAMAGED])
+@pytest.mark.parametrize("purged", ["before", "after"])
+def test_a_file_that_is_written_while_it_is_missed_is_counted_and_purged(
+    stale: Outcome, purged: str
+) -> None:
+    """A read has found nothing, but says so only when the file is there again."""
+    bench = Bench().open()
+    written(bench, 1)
+    bench.read(key_of(1))
+    read = bench.orders()[0]
+    del bench.disk[name(1)]
+    late = bench.do(0, read, stale)
+    written(bench, 1)
+    bench.disk[name(1)] = FILE
+    if purged == "before":
+        bench.tier.purge()
+    bench.tier.report(RankReport(0, (late,)))
+    if purged == "after":
+        bench.tier.purge()
+    assert bench.tier.used == FILE
+    for _ in range(4):
+        assert bench.tier.groups(key_of(1)) == 0
+        bench.later(61)
+        bench.keep()
+    assert bench.tier.used == sum(bench.disk.values())
+    assert bench.tier.groups(key_of(1)) == 0
+    bench.later(1000)
+    bench.keep()
+    written(bench, 1)
+    assert bench.tier.groups(key_of(1)) == 1
+
+
+def test_what_a_write_left_that_failed_is_purged_when_it_is_found() -> None:
+    bench = Bench().open()
+    bench.write(key_of(1))
+    result = bench.do(0, bench.orders()[0], Outcome.FAILED)
+    bench.disk[name(1)] = FILE  # the rename was done, and only its answer lost
+    bench.tier.report(RankReport(0, (result,)))
+    bench.tier.purge()
+    for _ in range(4):
+        bench.later(61)
+        bench.keep()
+        assert bench.tier.groups(key_of(1)) == 0
+    assert not bench.disk
+
+
+def test_an_order_ends_although_something_unexpected_happens() -> None:
+    bench = Bench().open()
+    job = bench.write(key_of(1))
+    order = bench.orders()[0]
+    bench.catalogue.wrote = None  # type: ignore[assignment,method-assign]
+    with pytest.raises(TypeError):
+        bench.answer(order)
+    assert bench.ended == {job: 1}
+    assert bench.tier.is_idle
+    assert bench.tier.used == 0
+
+
+def test_one_file_that_cannot_be_removed_does_not_stop_the_tier() -> None:
+    bench = Bench()
+    bench.disk = {name(200 + i, "another"): FILE for i in range(ROOM)}
+    bench.open()
+    stuck = next(iter(bench.disk))
+    for i in range(ROOM):
+        bench.write(key_of(i))
+        while bench.chores:
+            bench.do_chore(stuck=[stuck])
+        bench.serve()
+        assert not bench.tier.is_degraded
+    assert bench.troubles["disk_remove"] > 0
+    assert stuck in bench.disk
+    assert bench.tier.groups(key_of(ROOM - 1)) == 1
 
 
 # -- trouble -------------------------------------------------------------------------------
@@ -537,3 +653,142 @@ def test_only_orders_are_sent_after_opening() -> None:
     bench = Bench().open()
     bench.write(key_of(1))
     assert all(isinstance(order, WriteOrder) for order in bench.sent[0])
+
+
+# -- ranks that differ ---------------------------------------------------------------------
+
+
+def staged() -> Bench:
+    """Two pipeline stages, of which only the second has layers of group 1."""
+    bench = Bench(ranks=2, groups=2)
+    bench.part_bytes_of = {0: (FILE - HEADER_BYTES, 0), 1: (FILE - HEADER_BYTES,) * 2}
+    return bench
+
+
+def test_a_rank_without_layers_of_a_group_has_nothing_to_write_of_it() -> None:
+    bench = staged().open()
+    job = bench.write(key_of(1), (0, 1))
+    bench.serve()
+    assert bench.outcomes[job] is Outcome.DONE
+    assert bench.tier.groups(key_of(1)) == 0b11
+    assert set(bench.disk) == {name(1), name(1, rank=1), name(1, rank=1, group=1)}
+    job = bench.read(key_of(1), (0, 1))
+    bench.serve()
+    assert bench.outcomes[job] is Outcome.DONE
+    assert bench.tier.used == 3 * FILE
+
+
+def test_what_lies_there_before_the_ranks_come_is_whole_then() -> None:
+    bench = staged()
+    bench.disk = {name(1): FILE, name(1, rank=1): FILE, name(1, rank=1, group=1): FILE}
+    bench.disk |= {name(2): FILE, name(3, group=1): FILE}
+    bench.tier.open(OWN, {})
+    bench.keep()
+    assert bench.catalogue.groups(key_of(1)) == 0b01
+    bench.connect()
+    assert [bench.tier.groups(key_of(i)) for i in (1, 2, 3)] == [0b11, 0, 0]
+    bench.tier.purge()  # nothing of this was written here
+    bench.connect()
+    assert bench.tier.groups(key_of(1)) == 0b11
+
+
+def test_a_group_is_not_whole_without_the_ranks_that_have_it() -> None:
+    bench = staged()
+    bench.disk = {name(1): FILE, name(1, rank=1): FILE, name(1, rank=1, group=1): FILE}
+    bench.open()
+    del bench.disk[name(1, rank=1, group=1)]
+    job = bench.read(key_of(1), (0, 1))
+    bench.serve()
+    assert bench.outcomes[job] is Outcome.MISSING
+    assert bench.tier.groups(key_of(1)) == 0b01
+
+
+def test_uses_are_written_down_where_there_is_a_file() -> None:
+    bench = staged()
+    bench.disk = {name(1, rank=1, group=1): FILE}
+    bench.open()
+    bench.tier.used_now([key_of(1)], 1000)
+    bench.later(6)
+    touches = [chore for chore in bench.chores if isinstance(chore, Touch)]
+    assert [list(t.files) for t in touches] == [[(name(1, rank=1, group=1), 1000)]]
+
+
+def test_what_others_wrote_is_looked_for_where_it_can_be() -> None:
+    bench = staged()
+    bench.open()
+    bench.disk = {name(1): FILE, name(1, rank=1): FILE, name(1, rank=1, group=1): FILE}
+    bench.look_for([key_of(1)])
+    bench.keep()
+    assert bench.tier.groups(key_of(1)) == 0b11
+
+
+def test_room_is_kept_for_what_each_rank_says() -> None:
+    """The second stage's layers take more than the scheduler was told of the first's."""
+    bench = Bench(ranks=2)
+    bench.part_bytes_of = {0: (FILE - HEADER_BYTES,), 1: (9 * FILE - HEADER_BYTES,)}
+    bench.open()
+    for i in range(ROOM):
+        bench.write(key_of(i))
+        for rank in range(2):
+            for order in bench.orders(rank):
+                nbytes = FILE * (9 if rank else 1)
+                bench.sent[rank].remove(order)
+                bench.disk[name(i, rank=rank)] = nbytes
+                result = OrderResult(order.job, Outcome.DONE, nbytes, (nbytes,))
+                bench.tier.report(RankReport(rank, (result,)))
+                assert bench.tier.used <= bench.settings.capacity
+        bench.keep()
+    assert sum(bench.disk.values()) > 15 * FILE
+
+
+def test_ranks_that_are_not_of_this_engine_do_not_open_it() -> None:
+    bench = Bench(ranks=2)
+    bench.tier.open(OWN, {})
+    bench.keep()
+    for others in ({0: (1,), 7: (1,)}, {0: (1,), 1: (1, 1)}, {0: (1,), 1: ()}):
+        bench.tier.connected(others)
+        assert not bench.tier.is_readable
+    bench.tier.connected({0: (1,), 1: (1,), 7: (1,)})
+    assert bench.tier.is_readable
+
+
+@pytest.mark.parametrize("work", ["a rank has come", "a write is wanted"])
+def test_ranks_that_do_not_come_are_missed(work: str) -> None:
+    bench = Bench(ranks=2)
+    bench.tier.open(OWN, {})
+    bench.keep()
+    if work == "a rank has come":
+        bench.connect(1)
+    job = bench.write(key_of(1))
+    bench.later(PATIENCE - 1)
+    assert not bench.tier.is_degraded
+    bench.later(1)
+    assert bench.tier.is_degraded
+    assert not bench.tier.is_connecting
+    assert bench.outcomes[job] is Outcome.DROPPED
+    assert bench.outcomes[bench.write(key_of(2))] is Outcome.DROPPED
+    bench.later(1000)
+    assert bench.troubles["disk_ranks"] == 1
+    bench.connect()
+    assert not bench.tier.is_degraded
+    assert bench.tier.is_readable
+
+
+def test_an_engine_that_makes_no_step_misses_nobody() -> None:
+    bench = Bench(ranks=2)
+    bench.tier.open(OWN, {})
+    bench.keep()
+    bench.later(1000)
+    assert not bench.tier.is_degraded
+
+
+def test_what_stands_in_one_chunks_place_says_nothing_of_the_others() -> None:
+    bench = Bench().open()
+    for _ in range(10):
+        bench.write(key_of(1))
+        order = bench.orders()[0]
+        bench.sent[0].clear()
+        result = OrderResult(order.job, Outcome.FAILED, reason="occupied")
+        bench.tier.report(RankReport(0, (result,)))
+    assert bench.tier.is_writable
+    assert bench.troubles["disk_write"] == 10

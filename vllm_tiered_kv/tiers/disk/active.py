@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from vllm_tiered_kv.tiers.disk.orders import WORSE, OrderResult, Outcome, ReadOrder, WriteOrder
@@ -25,12 +27,14 @@ class ActiveOrder:
 
     __slots__ = ("nbytes", "order", "outcome", "ranks", "reason", "reserved", "seconds", "since")
 
-    def __init__(self, order: ReadOrder | WriteOrder, since: float, reserved: int = 0) -> None:
+    def __init__(
+        self, order: ReadOrder | WriteOrder, since: float, reserved: Sequence[int] = ()
+    ) -> None:
         self.order = order
         self.since = since
         """When the ranks were told, by the agent's clock."""
         self.reserved = reserved
-        """Bytes of the quota that are kept for it."""
+        """Bytes of the quota that are kept for it, by rank."""
         self.ranks: set[int] = set()
         self.outcome = Outcome.DONE
         self.reason = ""

@@ -3,11 +3,6 @@
 
 The scheduler half says what it wants and takes what came of it; both cost it a queue's append.
 File calls are made by the ranks and by the keeper, so that nothing here waits for a device.
-
-**A store that ends in an idle engine** is followed by its write although nothing steps. Its bytes
-are right if every rank had copied them before vLLM handed a block of it out again, which the
-scheduler's thread notices. Whoever takes the store's claim first decides: the scheduler's thread
-when a block is handed out or when it sees the store end, the agent when every rank has reported it.
 """
 
 from __future__ import annotations
@@ -21,12 +16,13 @@ from pathlib import Path
 
 from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.log import OncePerKind, get_logger
-from vllm_tiered_kv.protocol import JobResult, JobStatus
 from vllm_tiered_kv.tiers.disk.active import Ended
 from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
 from vllm_tiered_kv.tiers.disk.channel import AgentSockets
+from vllm_tiered_kv.tiers.disk.chores import News
+from vllm_tiered_kv.tiers.disk.claims import Claims
 from vllm_tiered_kv.tiers.disk.files import Files
-from vllm_tiered_kv.tiers.disk.keeper import Keeper, News
+from vllm_tiered_kv.tiers.disk.keeper import Keeper
 from vllm_tiered_kv.tiers.disk.orders import RankReport, ReadOrder, WriteOrder
 from vllm_tiered_kv.tiers.disk.settings import TierSettings
 from vllm_tiered_kv.tiers.disk.tier import DiskTier
@@ -72,8 +68,7 @@ class DiskAgent:
         self._inbox: deque[Callable[[], None]] = deque()
         self._ended: deque[Ended] = deque()
         self._failures: deque[str] = deque(maxlen=MAX_FAILURES)
-        self._claims: dict[int, WriteOrder] = {}
-        self._stored: dict[int, set[int]] = {}  # store job -> ranks that have copied it
+        self._claims = Claims(settings.ranks, settings.max_queued)
         self._trouble_log = OncePerKind(logger)
         self._closing = False
         self._stopping = False
@@ -143,6 +138,11 @@ class DiskAgent:
         return not self._closing and self._tier.is_writable
 
     @property
+    def is_closed(self) -> bool:
+        """Whether nothing will be written or offered any more."""
+        return self._closing
+
+    @property
     def is_degraded(self) -> bool:
         return self._tier.is_degraded
 
@@ -168,10 +168,7 @@ class DiskAgent:
             False if it will not be. Else :meth:`settle` is told how the store ended, and the
             slots belong to the write until :meth:`take` gives its end.
         """
-        if self._closing or len(self._claims) >= self.settings.max_queued:
-            return False
-        self._claims[order.job] = order
-        return True
+        return not self._closing and self._claims.add(order)
 
     def settle(self, job: int, *, good: bool) -> bool:
         """The scheduler half knows how a store has ended, or will not trust it.
@@ -179,7 +176,7 @@ class DiskAgent:
         Returns:
             Whether nothing will come of the write that was expected: :meth:`take` will not name it.
         """
-        order = self._claims.pop(job, None)
+        order = self._claims.take(job)
         if order is None:
             return False  # the agent has taken it
         return not (good and self.write(order))
@@ -196,9 +193,18 @@ class DiskAgent:
         """Nobody waits for these reads any more; they still end."""
         self._say(self._tier.cancel, jobs)
 
-    def used_now(self, keys: Sequence[bytes]) -> None:
-        """Chunks were used; a prefix is given whole, tail first."""
-        self._say(self._tier.used_now, keys, time.time_ns())
+    def used_now(self, keys: Sequence[bytes], again: Sequence[bytes] = ()) -> None:
+        """A prefix is used, given tail first.
+
+        Args:
+            keys: its chunks that are used once more.
+            again: those before them, whose use has been told.
+        """
+        self._say(self._tier.used_now, keys, time.time_ns(), again)
+
+    def renew(self, keys: Sequence[bytes]) -> None:
+        """A prefix, tail first, is as new as its newest part; that is no use of it."""
+        self._say(self._tier.renew, keys)
 
     def look_for(self, job: int, keys: Sequence[bytes]) -> bool:
         """See whether another engine has written these chunks, or the first of them.
@@ -269,7 +275,9 @@ class DiskAgent:
                     self._do(self._inbox.popleft())
                 if self._sockets.hellos != hellos:
                     hellos = self._sockets.hellos
-                    self._tier.connected(self._sockets.ranks)
+                    self._tier.connected(
+                        {rank: hello.part_bytes for rank, hello in self._sockets.said.items()}
+                    )
                 if self._tier.is_scanned and not announced:
                     announced = True
                     self._announce()
@@ -279,6 +287,7 @@ class DiskAgent:
             except Exception:  # noqa: BLE001 - see _do
                 self._note_bug()
         self._do(self._tier.flush)
+        self._do(self._tier.leave)
         self._sockets.close()
 
     def _sleep(self, until: float) -> list[RankReport]:
@@ -300,7 +309,9 @@ class DiskAgent:
 
     def _heard(self, report: RankReport) -> None:
         for result in report.stores:
-            self._copied(report.rank, result)
+            order = self._claims.copied(report.rank, result)
+            if order is not None:
+                self._tier.want_write(order)
         self._tier.report(report)
 
     def _announce(self) -> None:
@@ -315,8 +326,7 @@ class DiskAgent:
     def _tick(self) -> None:
         since = self._keeper.busy_since
         self._tier.tick(0.0 if since is None else time.monotonic() - since)
-        for job in [job for job in self._stored if job not in self._claims]:
-            del self._stored[job]
+        self._claims.tidy()
         if self._tier.is_degraded != self._degraded:
             self._degraded = self._tier.is_degraded
             if self._degraded:
@@ -326,21 +336,6 @@ class DiskAgent:
         if self._sockets.malformed != self._malformed:
             self._malformed = self._sockets.malformed
             self._trouble("report", "a message to the disk agent was not a report")
-
-    def _copied(self, rank: int, result: JobResult) -> None:
-        """A rank has copied a store's bytes into its slots."""
-        if result.job not in self._claims or result.status is not JobStatus.DONE:
-            return
-        if not 0 <= rank < self.settings.ranks:
-            return
-        ranks = self._stored.setdefault(result.job, set())
-        ranks.add(rank)
-        if len(ranks) < self.settings.ranks:
-            return
-        del self._stored[result.job]
-        order = self._claims.pop(result.job, None)
-        if order is not None:
-            self._tier.want_write(order)
 
     def _hear(self, news: News) -> None:
         """On the keeper's thread, which can wait: no news may be lost."""

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple, TypeAlias
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
 from vllm_tiered_kv.policies import EvictionPolicy, Item
+from vllm_tiered_kv.tiers.disk.entries import (
+    ChunkName,
+    FileName,
+    FoundFile,
+    PolicyKey,
+    file_bit,
+    files_of,
+    groups_in,
+)
 from vllm_tiered_kv.tiers.disk.settings import ENTRY_BYTES
+from vllm_tiered_kv.tiers.disk.whole import Whole
 
-MAX_GROUPS = 64
-"""KV cache groups of a model."""
-MAX_RANKS = 1024
 MAX_SKIPPED = 64
 """Chunks passed over for one choice of victims, because they are being written."""
 MAX_SHARED_INTS = 4096
@@ -29,37 +35,8 @@ MAX_GONE = 1 << 16
 """Chunks that have gone and nobody has asked for yet."""
 
 
-class ChunkName(NamedTuple):
-    """A chunk of any namespace."""
-
-    namespace: str
-    key: bytes
-
-
-class FileName(NamedTuple):
-    """One rank's file of one KV cache group's part of a chunk."""
-
-    namespace: str
-    rank: int
-    group: int
-    key: bytes
-
-
-class FoundFile(NamedTuple):
-    """A file as a scan finds it."""
-
-    name: FileName
-    nbytes: int
-    used_ns: int
-    """When it was last used, nanoseconds since the epoch."""
-
-
-PolicyKey: TypeAlias = bytes | ChunkName
-"""A chunk in the order of eviction: one of ours by its key alone, which takes less memory."""
-
-
 class _Chunk(msgspec.Struct, gc=False):
-    """Its files, as bits ``rank * MAX_GROUPS + group``. A plain row: there are millions."""
+    """Its files, as bits ``file_bit``. A plain row: there are millions."""
 
     parts: int = 0
     seen: int = 0
@@ -83,7 +60,7 @@ class Catalogue:
     """
 
     def __init__(self, ranks: int, policy: EvictionPolicy[PolicyKey], chunk_tokens: int) -> None:
-        self._every_rank = sum(1 << (rank * MAX_GROUPS) for rank in range(ranks))
+        self._whole = Whole(ranks)
         self._policy = policy
         self._chunk_tokens = chunk_tokens
         self._own: dict[bytes, _Chunk] = {}
@@ -96,6 +73,12 @@ class Catalogue:
         self._ints: dict[int, int] = {}
         self._waiting: dict[ChunkName, int] = {}  # found by a scan: their last use
         self._distrusted: set[bytes] = set()
+        self._coming: Counter[bytes] = Counter()
+        """Of those, how many writes are under way: what is removed now might be there again."""
+        self._strays: set[bytes] = set()
+        """Chunks of which there may be files that were written here and that nobody knows of ..."""
+        self._old_strays: set[bytes] = set()
+        """... since before the scan began."""
         self.gone: deque[bytes] | None = None
         """Chunks of ours of which less can be read than before; None where nobody asks."""
         self.missed = 0
@@ -105,9 +88,30 @@ class Catalogue:
         self.files = 0
         self.chunks = 0
 
+    @property
+    def namespace(self) -> str:
+        """Ours; empty before :meth:`open`."""
+        return self._namespace
+
     def open(self, namespace: str) -> None:
         """Say which namespace is ours, before anything is entered."""
         self._namespace = namespace
+
+    def ranks_have(self, groups: Sequence[int]) -> None:
+        """Which groups each rank has layers of, as bits: of the others it has no files.
+
+        Pipeline stages may differ in that. It costs a walk over all chunks if it is news.
+        """
+        if not self._whole.ranks_have(groups):
+            return
+        for key, chunk in self._own.items():
+            if key not in self._distrusted:
+                complete = self._whole.groups(chunk.parts, groups_in(chunk.parts))
+                self._offer(key, chunk, complete)
+
+    def a_rank_with(self, group: int) -> int:
+        """The first rank that has files of a group."""
+        return self._whole.a_rank_with(group)
 
     def groups(self, key: bytes) -> int:
         """Bit ``g``: group ``g``'s part of this chunk is there on every rank. Any thread."""
@@ -137,17 +141,19 @@ class Catalogue:
         chunk.fresh = True
         if is_new:
             self._policy.add(self._key(name), Item(nbytes, self._chunk_tokens, position))
-        else:
-            self._policy.use((self._key(name),))
 
     def used_now(self, keys: Iterable[bytes]) -> None:
-        """Chunks of ours were used; a prefix is given whole, tail first."""
+        """Chunks of ours were used once more; those of a prefix are given tail first."""
         self._policy.use([key for key in keys if key in self._own])
+
+    def renew(self, keys: Iterable[bytes]) -> None:
+        """Chunks of ours, given tail first, are as new as what was used or written last."""
+        self._policy.renew([key for key in keys if key in self._own])
 
     def forget(self, name: FileName) -> int:
         """A file is gone; returns the bytes it took, 0 if it was not here."""
         chunk = self._get(name)
-        bit = 1 << (name.rank * MAX_GROUPS + name.group)
+        bit = file_bit(name.rank, name.group)
         if chunk is None or not chunk.parts & bit:
             return 0
         nbytes = self._size_of(name)
@@ -157,8 +163,28 @@ class Catalogue:
         chunk.nbytes = self._shared(chunk.nbytes - nbytes)
         self.used -= nbytes
         self.files -= 1
+        self._policy.resize(self._key(name), chunk.nbytes)
         self._settle(name, chunk)
         return nbytes
+
+    def lose(self, name: FileName) -> int:
+        """A file was seen not to be there; it may have been written again meanwhile.
+
+        Returns:
+            The bytes it took, 0 if it was not here.
+        """
+        if (chunk := self._get(name)) is not None and chunk.fresh:
+            self.stray(name.key)
+        return self.forget(name)
+
+    def stray(self, key: bytes) -> None:
+        """A file of a chunk of ours may have been written here that nobody knows of.
+
+        A scan would take it for one that others wrote, and :meth:`distrust` would miss it.
+        """
+        self._strays.add(key)
+        if (chunk := self._own.get(key)) is not None:
+            chunk.fresh = True
 
     def keep(self, name: FileName) -> None:
         """A file that was to be removed could not be: its chunk may be chosen again."""
@@ -169,7 +195,7 @@ class Catalogue:
     def has(self, name: FileName) -> bool:
         """Whether a file was entered."""
         chunk = self._get(name)
-        return chunk is not None and bool(chunk.parts >> (name.rank * MAX_GROUPS + name.group) & 1)
+        return chunk is not None and bool(chunk.parts & file_bit(name.rank, name.group))
 
     # -- who goes ----------------------------------------------------------------------
 
@@ -199,7 +225,7 @@ class Catalogue:
                 continue
             self._offer(name.key, chunk, 0)
             nbytes -= chunk.nbytes + ENTRY_BYTES * chunk.parts.bit_count()
-            files.extend(_files(name, chunk.parts))
+            files.extend(files_of(name, chunk.parts))
         for key in skipped:
             if isinstance(key, bytes) and (chunk := self._own.get(key)) is not None:
                 self._policy.add(key, Item(chunk.nbytes, self._chunk_tokens, 0))
@@ -209,9 +235,11 @@ class Catalogue:
         """Offer nothing more of what was written in this process's life: it may be wrong.
 
         Args:
-            coming: chunks that are being written; :meth:`settle_distrusted` is told of their end.
+            coming: the chunk of each write under way; :meth:`settle_distrusted` is told of its end.
         """
-        self._distrusted.update(coming)
+        self._coming.update(coming)
+        self._distrusted.update(self._coming)
+        self._distrusted.update(self._strays)
         self._distrusted.update(key for key, chunk in self._own.items() if chunk.fresh)
         for key in self._distrusted:
             if (chunk := self._own.get(key)) is not None:
@@ -222,8 +250,12 @@ class Catalogue:
         return key in self._distrusted
 
     def settle_distrusted(self, key: bytes) -> None:
-        """The write of such a chunk is over; maybe nothing has come of it."""
-        if key not in self._own:
+        """A write of such a chunk is over; maybe nothing has come of it."""
+        self._coming[key] -= 1
+        if self._coming[key]:
+            return
+        del self._coming[key]
+        if key not in self._own and key not in self._strays:
             self._distrusted.discard(key)
 
     def distrusted(self, limit: int) -> list[FileName]:
@@ -232,8 +264,8 @@ class Catalogue:
         for key in self._distrusted:
             if len(files) >= limit:
                 break
-            if (chunk := self._own.get(key)) is not None:
-                files.extend(_files(ChunkName(self._namespace, key), chunk.parts))
+            if key not in self._coming and (chunk := self._own.get(key)) is not None:
+                files.extend(files_of(ChunkName(self._namespace, key), chunk.parts))
         return files
 
     # -- scans -------------------------------------------------------------------------
@@ -241,6 +273,7 @@ class Catalogue:
     def scan_begins(self) -> None:
         """What an earlier scan has found and did not come to enter stays with this one."""
         self._scan += 1
+        self._old_strays = set(self._strays)
 
     def found(self, files: Iterable[FoundFile]) -> None:
         """Files that the scan has met."""
@@ -264,8 +297,12 @@ class Catalogue:
         if missed:
             return
         for name, parts in [*self._vanished()]:
-            for file in _files(name, parts):
+            for file in files_of(name, parts):
                 self.forget(file)
+        self._strays -= self._old_strays
+        for key in self._old_strays & self._distrusted:
+            if key not in self._own and key not in self._coming:
+                self._distrusted.discard(key)
 
     def _oldest_first(self) -> Iterator[ChunkName]:
         """Of what waits; in small sorts, since no other thread runs during one."""
@@ -305,10 +342,11 @@ class Catalogue:
             chunk = _Chunk()
             self.chunks += 1
             if name.namespace == self._namespace:
+                chunk.fresh = name.key in self._strays
                 self._own[name.key] = chunk
             else:
                 self._others[ChunkName(name.namespace, name.key)] = chunk
-        bit = 1 << (name.rank * MAX_GROUPS + name.group)
+        bit = file_bit(name.rank, name.group)
         before = 0
         if chunk.parts & bit:  # replaced, or found again
             before = self._size_of(name)
@@ -320,14 +358,15 @@ class Catalogue:
         chunk.parts = self._shared(chunk.parts | bit)
         chunk.nbytes = self._shared(chunk.nbytes + nbytes - before)
         self.used += nbytes - before
+        if not is_new and nbytes != before:
+            self._policy.resize(self._key(name), chunk.nbytes)
         if self._usual.setdefault((name.namespace, name.rank, name.group), nbytes) != nbytes:
             self._unusual[name] = nbytes
         elif self._unusual:
             self._unusual.pop(name, None)
-        if name.namespace == self._namespace and name.key not in self._distrusted:
-            whole = self._every_rank << name.group
-            if chunk.parts & whole == whole:
-                chunk.complete |= 1 << name.group
+        offered = name.namespace == self._namespace and name.key not in self._distrusted
+        if offered and self._whole.is_one(chunk.parts, name.group):
+            chunk.complete |= 1 << name.group
         return chunk, is_new
 
     def _size_of(self, name: FileName) -> int:
@@ -353,19 +392,15 @@ class Catalogue:
 
     def _settle(self, name: FileName, chunk: _Chunk) -> None:
         """Nothing is offered that is not whole; a chunk without files is no chunk."""
-        complete = chunk.complete
-        for group in range(complete.bit_length()):
-            whole = self._every_rank << group
-            if chunk.parts & whole != whole:
-                complete &= ~(1 << group)
-        self._offer(name.key, chunk, complete)
+        self._offer(name.key, chunk, self._whole.groups(chunk.parts, chunk.complete))
         if chunk.parts:
             return
         self.chunks -= 1
         self._policy.remove(self._key(name))
         if name.namespace == self._namespace:
             self._own.pop(name.key, None)
-            self._distrusted.discard(name.key)
+            if name.key not in self._coming and name.key not in self._strays:
+                self._distrusted.discard(name.key)
         else:
             self._others.pop(ChunkName(name.namespace, name.key), None)
 
@@ -377,10 +412,3 @@ class Catalogue:
             else:
                 self.missed += 1
         chunk.complete = complete
-
-
-def _files(name: ChunkName, parts: int) -> Iterator[FileName]:
-    while parts:
-        bit = (parts & -parts).bit_length() - 1
-        parts &= parts - 1
-        yield FileName(name.namespace, bit // MAX_GROUPS, bit % MAX_GROUPS, name.key)

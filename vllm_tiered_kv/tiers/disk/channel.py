@@ -8,7 +8,6 @@ secret that travels only with the plans; without it nothing is parsed.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import secrets
 import threading
@@ -18,9 +17,11 @@ import zmq
 
 from vllm_tiered_kv.messages import Inbox, Outbox, new_address, new_secret
 from vllm_tiered_kv.tiers.disk.orders import (
+    Hello,
     Order,
     Orders,
     RankReport,
+    decode_hello,
     decode_orders,
     decode_report,
     encode,
@@ -28,7 +29,7 @@ from vllm_tiered_kv.tiers.disk.orders import (
 
 _QUEUE = 4096  # messages
 _MAX_REPORT = 1 << 16  # bytes
-_MAX_HELLO = 256  # bytes; of a handshake too
+_MAX_HELLO = 1024  # bytes; of a handshake too
 _MAX_ORDERS_BYTES = 1 << 20
 
 
@@ -42,8 +43,11 @@ class AgentSockets:
     def __init__(self) -> None:
         self.secret = new_secret()
         self._inbox = Inbox(self.secret, decode_report)
+        self._greetings = Inbox(self.secret, decode_hello)
         self._ranks: dict[int, bytes] = {}
         self._hellos = 0
+        self.said: dict[int, Hello] = {}
+        """What each rank said last when it connected."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         """Who wakes us too late must not meet another's file descriptor."""
@@ -75,7 +79,7 @@ class AgentSockets:
     @property
     def malformed(self) -> int:
         """Messages that were not reports, nor a rank's hello."""
-        return self._inbox.malformed
+        return self._inbox.malformed + self._greetings.malformed
 
     @property
     def ranks(self) -> int:
@@ -128,25 +132,33 @@ class AgentSockets:
                 peer, *rest = self._orders.recv_multipart(zmq.NOBLOCK)
             except zmq.ZMQError:
                 return
-            if len(rest) != 1 or not hmac.compare_digest(rest[0], self.secret):
-                self._inbox.malformed += 1
+            hello = self._greetings.open(rest[0] if len(rest) == 1 else b"")
+            if hello is None:
                 continue
             rank, _, name = peer.partition(b".")
             if not rank.isdigit() or len(rank) > 6 or not name:
-                self._inbox.malformed += 1
+                self._greetings.malformed += 1
                 continue
             self._ranks[int(rank)] = peer
+            self.said[int(rank)] = hello
             self._hellos += 1
 
 
 class RankSockets:
     """A rank's end: one thread receives, any thread sends.
 
+    Args:
+        rank: this rank.
+        reports: where reports go.
+        orders: where orders come from.
+        secret: what messages begin with.
+        hello: what is said first.
+
     Raises:
         zmq.ZMQError: no socket could be had.
     """
 
-    def __init__(self, rank: int, reports: str, orders: str, secret: bytes) -> None:
+    def __init__(self, rank: int, reports: str, orders: str, secret: bytes, hello: Hello) -> None:
         self._inbox = Inbox(secret, decode_orders)
         self._context = zmq.Context()
         try:
@@ -161,7 +173,7 @@ class RankSockets:
             self._orders.setsockopt(zmq.MAXMSGSIZE, _MAX_ORDERS_BYTES)
             self._orders.setsockopt(zmq.LINGER, 0)
             self._orders.connect(orders)
-            self._orders.send(secret, zmq.NOBLOCK)
+            self._orders.send(secret + encode(hello), zmq.NOBLOCK)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise

@@ -259,12 +259,12 @@ class DiskExecutor:
         sizes: list[int] = []
         for part in order.parts:
             size = self._size(part.group)
-            view = None if size is None else self._slot(part.slot, padded(size))
-            if size is None or view is None:
-                return OrderResult(order.job, Outcome.FAILED, reason="slot")
             if size == 0:  # no layer of this group on this rank
                 sizes.append(0)
                 continue
+            view = None if size is None else self._slot(part.slot, padded(size))
+            if size is None or view is None:
+                return OrderResult(order.job, Outcome.FAILED, reason="slot")
             got = folder.read(order.key, part.group, view, size)
             if got.status is not ReadStatus.OK:
                 reason = got.reason.value if got.reason is not None else ""
@@ -285,12 +285,12 @@ class DiskExecutor:
         made = 0
         for part in order.parts:
             size = self._size(part.group)
-            view = None if size is None else self._slot(part.slot, padded(size))
-            if size is None or view is None:
-                return OrderResult(order.job, Outcome.FAILED, made, tuple(sizes), reason="slot")
             if size == 0:
                 sizes.append(0)
                 continue
+            view = None if size is None else self._slot(part.slot, padded(size))
+            if size is None or view is None:
+                return OrderResult(order.job, Outcome.FAILED, made, tuple(sizes), reason="slot")
             done = folder.write(order.key, part.group, view, size, order.facts, order.used_ns)
             if done.status is WriteStatus.FAILED:
                 reason = done.reason.value if done.reason is not None else ""

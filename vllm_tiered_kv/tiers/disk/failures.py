@@ -22,6 +22,8 @@ class FailureReason(enum.Enum):
     """No file can be named like this: the key or the group is out of bounds."""
     FOREIGN = "foreign"
     """A link, or something else that is not ours, stands where a folder or file should."""
+    OCCUPIED = "occupied"
+    """The same in the place of one chunk's file, or of the few whose folder it is."""
     DESCRIPTORS = "descriptors"
     """The process or the system has no file descriptor left."""
     INVALID = "invalid"
@@ -57,5 +59,20 @@ _REASONS: dict[int, FailureReason] = {
 }
 
 
+FOREIGN = frozenset(code for code, reason in _REASONS.items() if reason is FailureReason.FOREIGN)
+"""Something else than a folder or file of ours stands there."""
+
+OF_ONE_CHUNK = frozenset(
+    {FailureReason.NAME, FailureReason.OCCUPIED, FailureReason.INVALID},
+)
+"""Say nothing about the device, nor about any other chunk."""
+
+
+class Occupied(OSError):
+    """A chunk's place is taken; see :attr:`FailureReason.OCCUPIED`."""
+
+
 def reason_of(error: OSError) -> FailureReason:
+    if isinstance(error, Occupied):
+        return FailureReason.OCCUPIED
     return _REASONS.get(error.errno or 0, FailureReason.OTHER)

@@ -7,7 +7,7 @@ No I/O and no clock: the caller gives the time, in seconds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 
@@ -120,7 +120,7 @@ class Flight:
         """The next write, which waits no more: to be begun or dropped."""
         return self._writes.popleft()[0]
 
-    def begin_write(self, order: WriteOrder, reserved: int, now: float) -> None:
+    def begin_write(self, order: WriteOrder, reserved: Sequence[int], now: float) -> None:
         """Args: reserved: bytes that are kept for each rank's files."""
         self.active[order.job] = ActiveOrder(order, now, reserved)
         self._writing[order.key] = self._writing.get(order.key, 0) + 1

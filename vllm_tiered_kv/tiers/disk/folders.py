@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from vllm_tiered_kv.tiers.disk.files import Files, StrPath
@@ -13,6 +16,9 @@ from vllm_tiered_kv.tiers.disk.names import rank_folder
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _RANK = ""
+
+CHECK_EVERY = 5.0
+"""Seconds after which it is seen whether a folder that is open is where it was."""
 
 
 def open_folder(files: Files, name: StrPath, parent: int, *, make: bool = False) -> int:
@@ -67,13 +73,22 @@ class OpenFolders:
     thread meets a descriptor that has become another file's. Thread-safe.
     """
 
-    def __init__(self, files: Files, root: Path, namespace: str, rank: int) -> None:
+    def __init__(
+        self,
+        files: Files,
+        root: Path,
+        namespace: str,
+        rank: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._files = files
         self._root = root
         self._namespace = namespace
         self._rank = rank
         self._lock = threading.Lock()
         self._fds: dict[str, int] = {}
+        self._checked: dict[str, float] = {}
         self._users = 0
         self._retired = False
 
@@ -102,12 +117,15 @@ class OpenFolders:
         """The folder of this name within the rank's; made if need be and asked for.
 
         Raises:
-            OSError: see `open_folder`.
+            OSError: see `open_folder`; ESTALE if one that is open is not in its place any more.
         """
+        rank = self.get_rank(make=make)
         fd = self._fds.get(name)
-        if fd is not None:
-            return fd
-        return self._keep(name, open_folder(self._files, name, self._get_rank(make), make=make))
+        if fd is None:
+            return self._keep(name, open_folder(self._files, name, rank, make=make))
+        if self._is_due(name):
+            self._check(name, fd, rank, name)
+        return fd
 
     def stale(self, name: str) -> bool:
         """Whether this folder, or the rank's if this one is not open, was deleted.
@@ -118,25 +136,55 @@ class OpenFolders:
         fd = self._fds.get(name, self._fds.get(_RANK))
         return fd is not None and self._files.fstat(fd).st_nlink == 0
 
-    def _get_rank(self, make: bool) -> int:
-        fd = self._fds.get(_RANK)
-        if fd is not None:
+    def get_rank(self, *, make: bool = False) -> int:
+        """The rank's folder; see `get`."""
+        fd, name = self._fds.get(_RANK), rank_folder(self._rank)
+        if fd is not None and not self._is_due(_RANK):
             return fd
-        root = open_root(self._files, self._root, make=make)
         try:
-            namespace = open_folder(self._files, self._namespace, root, make=make)
-        finally:
-            self._close([root])
+            namespace = self._open_namespace(make=make and fd is None)
+        except FileNotFoundError:
+            if fd is None:
+                raise
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from None
         try:
-            fd = open_folder(self._files, rank_folder(self._rank), namespace, make=make)
+            if fd is None:
+                return self._keep(_RANK, open_folder(self._files, name, namespace, make=make))
+            self._check(_RANK, fd, namespace, name)
         finally:
             self._close([namespace])
-        return self._keep(_RANK, fd)
+        return fd
+
+    def _open_namespace(self, *, make: bool) -> int:
+        root = open_root(self._files, self._root, make=make)
+        try:
+            return open_folder(self._files, self._namespace, root, make=make)
+        finally:
+            self._close([root])
+
+    def _is_due(self, name: str) -> bool:
+        return self._clock() - self._checked.get(name, 0.0) >= CHECK_EVERY
+
+    def _check(self, which: str, fd: int, parent: int, name: str) -> None:
+        """Whoever has moved an open folder does not want to have it filled where it is now.
+
+        Raises:
+            OSError: ESTALE if another folder, or none, is in its place; or what `stat` raises.
+        """
+        try:
+            there = self._files.stat(name, dir_fd=parent)
+        except FileNotFoundError:
+            there = None
+        here = self._files.fstat(fd)
+        if there is None or (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        self._checked[which] = self._clock()
 
     def _keep(self, name: str, fd: int) -> int:
         """Two threads may have opened the same folder: the first one's stays."""
         with self._lock:
             kept = self._fds.setdefault(name, fd)
+            self._checked.setdefault(name, self._clock())
         if kept != fd:
             self._close([fd])
         return kept

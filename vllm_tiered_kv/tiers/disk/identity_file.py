@@ -24,7 +24,8 @@ def write_identity(
 ) -> FailureReason | None:
     """Puts `facts` as JSON into the namespace's folder, which is made if need be.
 
-    Never raises OSError. The file is replaced as a whole; nothing reads it.
+    Never raises OSError. The file is replaced as a whole; nothing reads it, so that a folder which
+    has its name is left there.
 
     Returns:
         None, or why there is no such file now.
@@ -42,6 +43,8 @@ def write_identity(
             folder = open_folder(files, namespace, top, make=True)
             opened.callback(_close, files, folder)
             _replace(files, folder, content)
+        except IsADirectoryError:
+            return None
         except OSError as error:
             return reason_of(error)
     return None

@@ -9,126 +9,47 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
-from vllm_tiered_kv.tiers.disk.catalogue import MAX_GROUPS, MAX_RANKS, FileName, FoundFile
-from vllm_tiered_kv.tiers.disk.direct import IoMode, probe
+from vllm_tiered_kv.log import get_logger
+from vllm_tiered_kv.tiers.disk.chores import (
+    BATCH,
+    Chore,
+    Measure,
+    Measured,
+    News,
+    Prepare,
+    Prepared,
+    Probe,
+    Probed,
+    Remove,
+    Removed,
+    Scan,
+    ScanEnded,
+    ScanPiece,
+    Touch,
+    Trouble,
+)
+from vllm_tiered_kv.tiers.disk.direct import probe
+from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.folders import open_folder, open_root
 from vllm_tiered_kv.tiers.disk.identity_file import write_identity
 from vllm_tiered_kv.tiers.disk.names import chunk_file, rank_folder, shard_folder
-from vllm_tiered_kv.tiers.disk.scan import (
-    FolderMade,
-    Found,
-    FoundTemp,
-    Unreadable,
-    scan_root,
-    sweep_temp,
-)
-from vllm_tiered_kv.tiers.disk.settings import FOLDER_BYTES
+from vllm_tiered_kv.tiers.disk.scan import Unreadable, scan_root
+from vllm_tiered_kv.tiers.disk.survey import Leftovers, Survey
+
+logger = get_logger(__name__)
 
 MAX_CHORES = 4096
-BATCH = 256
-"""Files in one chore or one piece of news."""
 BREATH = 0.001
 """Seconds between batches of a scan: its thread shares the interpreter with the scheduler's."""
-NAMESPACE_BYTES = 2 * 4096
-"""What a namespace's folder takes, with the file that says what it is."""
-TEMP_AGE = 600.0
-"""Seconds after which a temporary file belongs to nobody any more."""
-
-
-class Prepare(msgspec.Struct, frozen=True):
-    """Make the folder ready: create it, say what the namespace is, find out what it can do."""
-
-    namespace: str
-    identity: Mapping[str, object]
-
-
-class Scan(msgspec.Struct, frozen=True):
-    """Go through the whole folder.
-
-    Folders of our namespace are not counted, nor temporary files there that were changed within
-    ``young`` seconds: their writers may be at them.
-    """
-
-    namespace: str
-    young: float
-
-
-class Remove(msgspec.Struct, frozen=True):
-    """Remove files."""
-
-    files: Sequence[FileName]
-
-
-class Touch(msgspec.Struct, frozen=True):
-    """Write down when files were used, for later starts and other engines."""
-
-    files: Sequence[tuple[FileName, int]]
-
-
-class Probe(msgspec.Struct, frozen=True):
-    """See which of these files are there: others may have written them since the scan."""
-
-    job: int
-    files: Sequence[FileName]
-
-
-class Measure(msgspec.Struct, frozen=True):
-    """See how much room the file system has."""
-
-
-Chore = Prepare | Scan | Remove | Touch | Probe | Measure
-
-
-class Prepared(msgspec.Struct, frozen=True):
-    mode: IoMode
-
-
-class ScanPiece(msgspec.Struct, frozen=True):
-    files: Sequence[FoundFile]
-
-
-class ScanEnded(msgspec.Struct, frozen=True):
-    """The scan is through; what else than chunks lies there takes so many bytes."""
-
-    other_bytes: int
-    seconds: float
-    missed: int
-    """Folders and files that could not be looked at."""
-
-
-class Removed(msgspec.Struct, frozen=True):
-    gone: Sequence[FileName]
-    stuck: Sequence[FileName]
-    """Files that could not be removed."""
-
-
-class Probed(msgspec.Struct, frozen=True):
-    job: int
-    there: Sequence[FoundFile]
-
-
-class Measured(msgspec.Struct, frozen=True):
-    free_bytes: int
-
-
-class Trouble(msgspec.Struct, frozen=True):
-    """A chore could not be done."""
-
-    chore: Chore
-    reason: str
-
-
-News = Prepared | ScanPiece | ScanEnded | Removed | Probed | Measured | Trouble
 
 
 class Keeper:
@@ -149,6 +70,8 @@ class Keeper:
         self._root = root
         self._files = files
         self._tell = tell
+        self._leftovers = Leftovers()
+        self._looked_at_owners = False
         self._wake = threading.Condition()
         self._chores: deque[Chore] = deque()
         self._closing = False
@@ -168,11 +91,15 @@ class Keeper:
         return True
 
     def close(self, timeout: float) -> bool:
-        """Let the thread end when uses are written down; whether it has, within so many seconds."""
+        """Let the thread end when uses are written down and what was to be removed is.
+
+        Returns:
+            Whether it has, within so many seconds.
+        """
         with self._wake:
             self._closing = True
             self._close_by = time.monotonic() + timeout / 2
-            self._chores = deque(chore for chore in self._chores if isinstance(chore, Touch))
+            self._chores = deque(c for c in self._chores if isinstance(c, Touch | Remove))
             self._wake.notify()
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -218,8 +145,29 @@ class Keeper:
         if reason is not None:
             self._tell(Trouble(chore, reason.value))
             return
+        if not self._looked_at_owners:
+            self._looked_at_owners = True
+            self._warn_of_others(chore.namespace)
         self._tell(Prepared(probe(self._files, self._root, chore.namespace, rank=0)))
         self._measure()
+
+    def _warn_of_others(self, namespace: str) -> None:
+        """Who can write there decides what prompts are answered with: checksums are no seals."""
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+            root = open_root(self._files, self._root)
+            opened.callback(self._files.close, root)
+            own = open_folder(self._files, namespace, root)
+            opened.callback(self._files.close, own)
+            for folder, path in ((root, self._root), (own, self._root / namespace)):
+                status = self._files.fstat(folder)
+                foreign = status.st_uid not in (0, os.geteuid())
+                if foreign or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                    logger.warning(
+                        "tiered-kv: other users may write to %s: whoever can may put there what "
+                        "prompts are answered from",
+                        path,
+                    )
+                    return
 
     def _measure(self) -> None:
         root = open_root(self._files, self._root)
@@ -227,44 +175,31 @@ class Keeper:
             status = self._files.statvfs(root)
         finally:
             self._files.close(root)
-        self._tell(Measured(status.f_bavail * status.f_frsize))
+        if status.f_blocks:  # some file systems do not say
+            self._tell(Measured(status.f_bavail * status.f_frsize))
 
     def _scan(self, chore: Scan) -> None:
         started, now_ns = time.monotonic(), time.time_ns()
-        for _ in sweep_temp(self._files, self._root, TEMP_AGE):
-            self._step()
-        piece: list[FoundFile] = []
-        other = missed = 0
-        for item in scan_root(self._files, self._root):
+        self._leftovers.begin(now_ns, started)
+        survey, piece = Survey(chore, now_ns), []
+        items = scan_root(self._files, self._root, self._leftovers.has)
+        for met, item in enumerate(items, start=1):
             self._step()
             if self._closing:
                 return
-            match item:
-                case Found() if item.group < MAX_GROUPS and item.rank < MAX_RANKS:
-                    name = FileName(item.namespace, item.rank, item.group, item.key)
-                    piece.append(FoundFile(name, item.size, item.mtime_ns))
-                case Found():
-                    other += item.size
-                case FoundTemp():
-                    age = now_ns - item.changed_ns
-                    if item.namespace != chore.namespace or age >= chore.young * 1e9:
-                        other += item.size
-                case FolderMade(rank=None):
-                    other += NAMESPACE_BYTES
-                case FolderMade() if item.namespace != chore.namespace:
-                    other += FOLDER_BYTES
-                case Unreadable(path=""):
-                    self._tell(Trouble(chore, item.reason.value))
-                    return
-                case Unreadable():
-                    missed += 1
-            if len(piece) >= BATCH:
-                self._tell(ScanPiece(piece))
-                piece = []
+            if isinstance(item, Unreadable) and not item.path:
+                self._tell(Trouble(chore, item.reason.value))
+                return
+            if (file := survey.meet(item)) is not None:
+                piece.append(file)
+            if met % BATCH == 0:
+                if piece:
+                    self._tell(ScanPiece(piece))
+                    piece = []
                 self._do_others()
                 time.sleep(BREATH)
         self._tell(ScanPiece(piece))
-        self._tell(ScanEnded(other, time.monotonic() - started, missed))
+        self._tell(ScanEnded(survey.other, time.monotonic() - started, survey.missed))
 
     def _do_others(self) -> None:
         """What was asked since the scan began: it may take minutes, and room is made meanwhile."""
@@ -272,12 +207,14 @@ class Keeper:
             due = [chore for chore in self._chores if not isinstance(chore, Scan)]
             self._chores = deque(chore for chore in self._chores if isinstance(chore, Scan))
         for chore in due:
-            if not self._closing or isinstance(chore, Touch):
+            if not self._closing or isinstance(chore, Touch | Remove):
                 self._try(chore)
 
     def _remove(self, names: Sequence[FileName]) -> None:
         gone, stuck = [], []
         for name in names:
+            if time.monotonic() > self._close_by:
+                return
             self._step()
             try:
                 with self._shard(name) as (folder, file):

@@ -35,6 +35,13 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 Parts = Annotated[tuple[Part, ...], msgspec.Meta(min_length=1, max_length=64)]
 
 
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """The first thing a rank says."""
+
+    part_bytes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
+    """By KV cache group the bytes of a chunk's part there; 0 where it has no layer of the group."""
+
+
 class OpenFolder(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """From now on orders may come: the namespace is known and its folder is there."""
 
@@ -119,9 +126,10 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
 _encoder = msgspec.msgpack.Encoder()
 _orders = msgspec.msgpack.Decoder(Orders)
 _report = msgspec.msgpack.Decoder(RankReport)
+_hello = msgspec.msgpack.Decoder(Hello)
 
 
-def encode(message: Orders | RankReport) -> bytes:
+def encode(message: Orders | RankReport | Hello) -> bytes:
     return _encoder.encode(message)
 
 
@@ -132,6 +140,15 @@ def decode_orders(data: bytes) -> Orders:
         msgspec.DecodeError: it is not one.
     """
     return _orders.decode(data)
+
+
+def decode_hello(data: bytes) -> Hello:
+    """Read a rank's first message.
+
+    Raises:
+        msgspec.DecodeError: it is not one.
+    """
+    return _hello.decode(data)
 
 
 def decode_report(data: bytes) -> RankReport:

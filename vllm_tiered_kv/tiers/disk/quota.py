@@ -9,6 +9,7 @@ counts until a scan has looked.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
 from vllm_tiered_kv.tiers.disk.orders import WriteOrder
@@ -26,6 +27,7 @@ class Quota:
     def __init__(self, settings: TierSettings, catalogue: Catalogue) -> None:
         self._settings = settings
         self._catalogue = catalogue
+        self._sizes = [settings.file_bytes] * settings.ranks
         self.reserved = 0
         """Kept for writes under way."""
         self._other = 0
@@ -43,14 +45,20 @@ class Quota:
         """Bytes of files that may have been left behind."""
         return self._doubtful
 
-    def share(self, order: WriteOrder) -> int:
-        """The most bytes that one rank's files of a chunk take."""
-        sizes = self._settings.file_bytes
-        return sum(sizes[part.group] for part in order.parts if part.group < len(sizes))
+    def sized(self, sizes: Sequence[tuple[int, ...]]) -> None:
+        """By rank and KV cache group: the bytes of a file."""
+        self._sizes = [*sizes]
+
+    def shares(self, order: WriteOrder) -> list[int]:
+        """The most bytes that each rank's files of a chunk take."""
+        return [
+            sum(sizes[part.group] for part in order.parts if part.group < len(sizes))
+            for sizes in self._sizes
+        ]
 
     def need(self, order: WriteOrder | None) -> int:
         """The most bytes that all ranks' files of a chunk take."""
-        return 0 if order is None else self.share(order) * self._settings.ranks
+        return 0 if order is None else sum(self.shares(order))
 
     def has_room(self, nbytes: int) -> bool:
         if self.used + self._overhead + nbytes > self._settings.capacity:

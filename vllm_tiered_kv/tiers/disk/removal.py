@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName
-from vllm_tiered_kv.tiers.disk.keeper import BATCH, Chore, Remove, Removed
+from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
+from vllm_tiered_kv.tiers.disk.chores import BATCH, Chore, Remove, Removed
+from vllm_tiered_kv.tiers.disk.entries import FileName
 from vllm_tiered_kv.tiers.disk.quota import Quota
 
 
@@ -63,6 +64,10 @@ class Removal:
         """Have removed what may be wrong."""
         if not self._leaving:
             self._remove(self._catalogue.distrusted(BATCH))
+
+    def remove_all_distrusted(self) -> None:
+        """Have it removed at once, also what is being removed: nothing is heard of it any more."""
+        self._remove(self._catalogue.distrusted(self._catalogue.files))
 
     def _remove(self, files: Sequence[FileName]) -> None:
         for i in range(0, len(files), BATCH):

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vllm_tiered_kv.tiers.disk.files import Files
@@ -23,6 +22,7 @@ from vllm_tiered_kv.tiers.disk.walk import (
     FolderMade,
     Foreign,
     Found,
+    FoundIdentity,
     FoundTemp,
     Item,
     Left,
@@ -35,43 +35,38 @@ __all__ = [
     "FolderMade",
     "Foreign",
     "Found",
+    "FoundIdentity",
     "FoundTemp",
     "Item",
     "Unreadable",
     "remove_found",
     "remove_namespace",
     "scan_root",
-    "sweep_temp",
 ]
 
 
-def scan_root(files: Files, root: Path) -> Iterator[Item]:
+def scan_root(
+    files: Files, root: Path, is_left: Callable[[FoundTemp], bool] = lambda _: False
+) -> Iterator[Item]:
     """Everything below `root`, in no order, as it is asked for; memory and descriptors are bounded.
 
     What vanishes or appears meanwhile may be told or not. Close the iterator to stop early. Never
     raises OSError.
-    """
-    for step in Walk(files).root(root):
-        if isinstance(step, Step):
-            yield step.item
-
-
-def sweep_temp(
-    files: Files, root: Path, older_than_s: float, *, now_ns: int | None = None
-) -> Iterator[FoundTemp]:
-    """Removes temporary files of all namespaces that nobody has touched for so long.
-
-    Works as it is asked for the next one removed. Never raises OSError.
 
     Args:
-        now_ns: the time now, nanoseconds since the epoch; by default this machine's.
+        is_left: whether a temporary file was left behind: it is removed, and not told.
     """
-    before = (time.time_ns() if now_ns is None else now_ns) - int(older_than_s * 1e9)
-    for step in Walk(files, only_temp=True).root(root):
-        if not isinstance(step, Step) or not isinstance(step.item, FoundTemp):
+    for step in Walk(files).root(root):
+        if not isinstance(step, Step):
             continue
-        if step.item.changed_ns < before and _unlinked(files, step.name, step.folder):
-            yield step.item
+        item = step.item
+        if (
+            isinstance(item, FoundTemp)
+            and is_left(item)
+            and _unlinked(files, step.name, step.folder)
+        ):
+            continue
+        yield item
 
 
 def remove_namespace(files: Files, root: Path, namespace: str) -> Iterator[Found | FoundTemp]:

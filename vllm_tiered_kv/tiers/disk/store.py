@@ -21,7 +21,13 @@ from typing import TypeVar
 import msgspec
 
 from vllm_tiered_kv.tiers.disk.direct import O_DIRECT, IoMode, aligned_buffer, is_aligned
-from vllm_tiered_kv.tiers.disk.failures import GONE, FailureReason, reason_of
+from vllm_tiered_kv.tiers.disk.failures import (
+    FOREIGN,
+    GONE,
+    FailureReason,
+    Occupied,
+    reason_of,
+)
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.folders import OpenFolders
 from vllm_tiered_kv.tiers.disk.format import (
@@ -74,13 +80,21 @@ class RankFolder:
         root: the tier's folder; made if need be. It may be a link; nothing below it may.
         namespace: 1 to 128 digits, lower-case letters and hyphens.
         mode: what `direct.probe` said of the folder.
+        clock: seconds, monotonic.
 
     Raises:
         ValueError: there can't be such a namespace or rank.
     """
 
     def __init__(
-        self, root: Path, namespace: str, rank: int, *, files: Files, mode: IoMode
+        self,
+        root: Path,
+        namespace: str,
+        rank: int,
+        *,
+        files: Files,
+        mode: IoMode,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not valid_namespace(namespace) or not valid_rank(rank):
             raise ValueError(f"There is no folder for rank {rank} of namespace {namespace!r}.")
@@ -88,6 +102,8 @@ class RankFolder:
         self.namespace = namespace
         self.rank = rank
         self.mode = mode
+        """Buffered from the moment that direct I/O is refused: another file system may be there."""
+        self._clock = clock
         self._files = files
         self._lock = threading.Lock()
         self._folders: OpenFolders | None = None
@@ -150,7 +166,7 @@ class RankFolder:
     def _attempt(
         self, call: Callable[[OpenFolders], _T], failed: Callable[[FailureReason], _T]
     ) -> _T:
-        """A second time with the folders opened anew, if they may have been deleted."""
+        """A second time: with folders opened anew if they may be gone, or without `O_DIRECT`."""
         reason = FailureReason.OTHER
         for _ in range(_ATTEMPTS):
             folders = self._acquire()
@@ -158,9 +174,12 @@ class RankFolder:
                 return call(folders)
             except OSError as error:
                 reason = reason_of(error)
-                if error.errno not in GONE:
+                if error.errno == errno.EINVAL and self.mode is IoMode.DIRECT:
+                    self.mode = IoMode.BUFFERED
+                elif error.errno in GONE:
+                    self._forget(folders)
+                else:
                     break
-                self._forget(folders)
             finally:
                 folders.release()
         return failed(reason)
@@ -169,7 +188,9 @@ class RankFolder:
         with self._lock:
             folders = self._folders
             if folders is None or not folders.acquire():
-                folders = OpenFolders(self._files, self.root, self.namespace, self.rank)
+                folders = OpenFolders(
+                    self._files, self.root, self.namespace, self.rank, self._clock
+                )
                 folders.acquire()
                 self._folders = folders
             return folders
@@ -191,7 +212,7 @@ class RankFolder:
         used_ns: int,
     ) -> Written:
         used_ns = min(max(used_ns, 0), MAX_COUNT)
-        shard = folders.get(place.shard, make=True)
+        shard = _shard(folders, place, make=True)
         size = file_bytes(nbytes)
         if self._exists(shard, place.name, size):
             with contextlib.suppress(OSError):
@@ -216,12 +237,24 @@ class RankFolder:
             finally:
                 # Before the rename: some file systems report a failed write only here.
                 self._files.close(fd)
-            self._files.rename(temp, place.name, src_dir_fd=temp_folder, dst_dir_fd=shard)
+            self._rename(temp, place.name, temp_folder, shard)
         except OSError:
             with contextlib.suppress(OSError):
                 self._files.unlink(temp, dir_fd=temp_folder)
             raise
         return Written(WriteStatus.WRITTEN, size)
+
+    def _open(self, shard: int, name: str, flags: int) -> int:
+        try:
+            return self._files.open(name, flags, dir_fd=shard)
+        except OSError as error:
+            raise _of_one_chunk(error) from None
+
+    def _rename(self, temp: str, name: str, temp_folder: int, shard: int) -> None:
+        try:
+            self._files.rename(temp, name, src_dir_fd=temp_folder, dst_dir_fd=shard)
+        except OSError as error:
+            raise _of_one_chunk(error) from None
 
     def _exists(self, shard: int, name: str, size: int) -> bool:
         try:
@@ -233,16 +266,17 @@ class RankFolder:
     def _read(self, folders: OpenFolders, place: _Place, into: memoryview, nbytes: int) -> Read:
         flags = os.O_RDONLY | _NOT_LINK_NOR_PIPE | self._direct(into)
         try:
-            shard = folders.get(place.shard)
-            fd = self._files.open(place.name, flags, dir_fd=shard)
+            fd = self._open(_shard(folders, place), place.name, flags)
         except FileNotFoundError:
             if folders.stale(place.shard):
                 raise
             return Read(ReadStatus.MISSING)
+        except Occupied:
+            return Read(ReadStatus.MISSING)
         try:
             status = self._files.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                return _not_read(FailureReason.FOREIGN)
+                return Read(ReadStatus.MISSING)
             found = self._fetch(fd, status, place, into, nbytes)
             if isinstance(found, Reason):
                 # While it is open, no other file can get its number.
@@ -307,6 +341,19 @@ class RankFolder:
         if header is None:
             header = self._headers.view = aligned_buffer(HEADER_BYTES)
         return header
+
+
+def _shard(folders: OpenFolders, place: _Place, *, make: bool = False) -> int:
+    """The open folder of a chunk's file."""
+    folders.get_rank(make=make)  # what stands in its place is not of one chunk
+    try:
+        return folders.get(place.shard, make=make)
+    except OSError as error:
+        raise _of_one_chunk(error) from None
+
+
+def _of_one_chunk(error: OSError) -> OSError:
+    return Occupied(*error.args) if error.errno in FOREIGN else error
 
 
 def _fits(view: memoryview, nbytes: int) -> bool:

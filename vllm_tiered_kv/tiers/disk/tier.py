@@ -10,13 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from vllm_tiered_kv.bits import bits_of
-from vllm_tiered_kv.tiers.disk.active import ActiveOrder, Ended
-from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName
-from vllm_tiered_kv.tiers.disk.direct import IoMode
-from vllm_tiered_kv.tiers.disk.failures import FailureReason
-from vllm_tiered_kv.tiers.disk.flight import Flight
-from vllm_tiered_kv.tiers.disk.keeper import (
+from vllm_tiered_kv.bits import bit_mask, bits_of
+from vllm_tiered_kv.tiers.disk.active import Ended
+from vllm_tiered_kv.tiers.disk.answers import Answers
+from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
+from vllm_tiered_kv.tiers.disk.chores import (
     BATCH,
     Chore,
     Measured,
@@ -32,6 +30,10 @@ from vllm_tiered_kv.tiers.disk.keeper import (
     Touch,
     Trouble,
 )
+from vllm_tiered_kv.tiers.disk.direct import IoMode
+from vllm_tiered_kv.tiers.disk.entries import FileName
+from vllm_tiered_kv.tiers.disk.flight import Flight
+from vllm_tiered_kv.tiers.disk.format import file_bytes
 from vllm_tiered_kv.tiers.disk.orders import (
     MAX_ORDERS,
     CancelReads,
@@ -47,7 +49,7 @@ from vllm_tiered_kv.tiers.disk.quota import Quota
 from vllm_tiered_kv.tiers.disk.ranks import Ranks
 from vllm_tiered_kv.tiers.disk.removal import Removal
 from vllm_tiered_kv.tiers.disk.settings import TierSettings
-from vllm_tiered_kv.tiers.disk.upkeep import RESCAN_SHARED, Upkeep
+from vllm_tiered_kv.tiers.disk.upkeep import Upkeep
 from vllm_tiered_kv.tiers.disk.uses import Uses
 
 TOUCH_EVERY = 5.0
@@ -88,14 +90,26 @@ class DiskTier:
         self._clock = clock
         self._quota = Quota(settings, catalogue)
         self._flight = Flight(settings.max_queued, tell)
-        self._upkeep = Upkeep(ask, shared=settings.shared, io_deadline=settings.io_deadline)
+        self._upkeep = Upkeep(
+            ask, settings.ranks, shared=settings.shared, io_deadline=settings.io_deadline
+        )
         self._removal = Removal(catalogue, self._quota, ask)
+        self._answers = Answers(
+            settings,
+            catalogue,
+            self._quota,
+            self._flight,
+            self._removal,
+            self._upkeep,
+            judged=self._settle_readable,
+            trouble=trouble,
+            clock=clock,
+        )
         self._uses = Uses()
         self._namespace = ""
         self._ranks = Ranks(settings.ranks, send)
         self._closed = False
         self._readable = False
-        self._purged: set[int] = set()  # writes under way whose bytes may be wrong
         self._touch_at = 0.0
 
     # -- what others may ask -----------------------------------------------------------
@@ -131,12 +145,12 @@ class DiskTier:
     @property
     def is_writable(self) -> bool:
         """Whether a write has a chance. Any thread."""
-        return not self._closed and self._upkeep.writes.is_good
+        return not self._closed and not self._ranks.are_late and self._upkeep.writes.is_good
 
     @property
     def is_degraded(self) -> bool:
         """Whether the tier is not what it should be: in trouble, or closed. Any thread."""
-        return self._closed or not self._upkeep.is_good
+        return self._closed or self._ranks.are_late or not self._upkeep.is_good
 
     @property
     def used(self) -> int:
@@ -161,11 +175,13 @@ class DiskTier:
         self._upkeep.open(Prepare(namespace, identity))
 
     def want_write(self, order: WriteOrder) -> None:
+        now = self._clock()
+        self._ranks.expected(now)
         # A file that is to be purged must be gone before one is written in its place.
         if not self.is_writable or self._catalogue.is_distrusted(order.key):
             self._flight.drop(order.job)
             return
-        self._flight.queue_write(order, self._clock())
+        self._flight.queue_write(order, now)
         self._pump()
 
     def want_reads(self, orders: Iterable[ReadOrder]) -> None:
@@ -184,10 +200,16 @@ class DiskTier:
         for i in range(0, len(begun), MAX_ORDERS):
             self._broadcast([CancelReads(tuple(begun[i : i + MAX_ORDERS]))])
 
-    def used_now(self, keys: Sequence[bytes], now_ns: int) -> None:
-        """Chunks were used; a prefix is given whole, tail first."""
+    def used_now(self, keys: Sequence[bytes], now_ns: int, again: Sequence[bytes] = ()) -> None:
+        """A prefix is used, given tail first: ``keys`` once more, ``again`` was told before."""
         self._catalogue.used_now(keys)
-        self._uses.note([key for key in keys if self._catalogue.groups(key)], now_ns)
+        self._catalogue.renew(again)
+        there = self._catalogue.groups
+        self._uses.note([key for key in (*keys, *again) if there(key)], now_ns)
+
+    def renew(self, keys: Sequence[bytes]) -> None:
+        """A prefix, tail first, is as new as its newest part."""
+        self._catalogue.renew(keys)
 
     def look_for(self, job: int, keys: Sequence[bytes]) -> None:
         """See whether another engine has written these chunks since the last scan."""
@@ -214,16 +236,24 @@ class DiskTier:
     def purge(self) -> None:
         """What was written in this process's life may be wrong: remove it."""
         self._flight.drop_writes()
-        active = self._flight.active.items()
-        self._purged.update(job for job, a in active if isinstance(a.order, WriteOrder))
-        self._catalogue.distrust(self._flight.writing)
+        self._answers.distrust()
         self._removal.remove_distrusted()
 
     # -- from the ranks ----------------------------------------------------------------
 
-    def connected(self, ranks: int) -> None:
-        """So many ranks have said hello, maybe some of them again."""
-        self._ranks.connected(ranks)
+    def connected(self, part_bytes: Mapping[int, Sequence[int]]) -> None:
+        """Ranks have said hello, maybe some of them again.
+
+        Args:
+            part_bytes: by rank and KV cache group the bytes of a chunk's part; 0 where the rank
+                has no layer of the group.
+        """
+        ranks, groups = range(self._settings.ranks), len(self._settings.file_bytes)
+        here = [part_bytes[r] for r in ranks if len(part_bytes.get(r, ())) == groups]
+        self._ranks.connected(len(here), self._clock())
+        if len(here) == len(ranks):
+            self._quota.sized([tuple(file_bytes(n) if n else 0 for n in sizes) for sizes in here])
+            self._catalogue.ranks_have([bit_mask(g for g, n in enumerate(s) if n) for s in here])
         self._maybe_open()
         self._pump()
 
@@ -231,70 +261,8 @@ class DiskTier:
         if not 0 <= report.rank < self._settings.ranks:
             return
         for result in report.results:
-            self._answer(report.rank, result)
+            self._answers.take(report.rank, result)
         self._pump()
-
-    def _answer(self, rank: int, result: OrderResult) -> None:
-        active = self._flight.active.get(result.job)
-        if active is None or not active.note(rank, result):
-            return
-        if isinstance(active.order, WriteOrder):
-            self._written(active.order, active.reserved, rank, result)
-        elif result.outcome in (Outcome.MISSING, Outcome.DAMAGED):
-            self._not_there(active.order, rank, result)
-        if len(active.ranks) == self._settings.ranks:
-            self._finish(active)
-
-    def _written(self, order: WriteOrder, reserved: int, rank: int, result: OrderResult) -> None:
-        taken = 0
-        for part, nbytes in zip(order.parts, result.sizes, strict=False):
-            if nbytes:
-                name = FileName(self._namespace, rank, part.group, order.key)
-                self._catalogue.wrote(name, nbytes, order.facts.index)
-                taken += nbytes
-        self._quota.settle(reserved)
-        self._quota.wrote(result.nbytes)
-        if result.outcome is Outcome.FAILED:
-            self._doubt(reserved - taken)
-
-    def _not_there(self, order: ReadOrder, rank: int, result: OrderResult) -> None:
-        """The part after those that were read is not what it should be."""
-        bad = len(result.sizes)
-        if bad >= len(order.parts):
-            return
-        name = FileName(self._namespace, rank, order.parts[bad].group, order.key)
-        evicted = name in self._removal
-        nbytes = self._catalogue.forget(name)
-        if result.outcome is Outcome.DAMAGED:
-            self._doubt(nbytes)  # it was removed, unless that failed
-            self._trouble("disk_damaged", f"a damaged file was removed: {result.reason}")
-        elif nbytes and not evicted:  # somebody else removed it: what else is gone?
-            self._trouble("disk_missing", "a file that should have been there was not")
-            self._upkeep.scan_by(self._clock() + RESCAN_SHARED)
-
-    def _doubt(self, nbytes: int) -> None:
-        now = self._clock()
-        self._quota.doubt(nbytes, now)
-        if nbytes > 0:
-            self._upkeep.scan_by(now + self._settings.io_deadline + RESCAN_SHARED)
-
-    def _finish(self, active: ActiveOrder) -> None:
-        order, writing = active.order, isinstance(active.order, WriteOrder)
-        health = self._upkeep.writes if writing else self._upkeep.reads
-        if active.outcome is Outcome.FAILED:
-            full = active.reason == FailureReason.NO_SPACE.value
-            health.failed(self._clock(), at_once=full)
-            if full:
-                self._upkeep.measure_soon()
-            kind = "disk_write" if writing else "disk_read"
-            self._trouble(kind, f"the disk tier's I/O failed: {active.reason}")
-        elif active.outcome is not Outcome.DROPPED:
-            health.succeeded()
-        if order.job in self._purged:
-            self._purged.discard(order.job)
-            self._catalogue.settle_distrusted(order.key)
-        self._settle_readable()
-        self._flight.end(active)
 
     # -- from the keeper ---------------------------------------------------------------
 
@@ -317,6 +285,7 @@ class DiskTier:
                 self._removal.removed(news)
                 if news.stuck:
                     self._trouble("disk_remove", f"{len(news.stuck)} files cannot be removed")
+                if news.stuck and not news.gone:  # one alone must not stop the tier
                     self._upkeep.keeps.failed(now)
             case Probed():
                 self._catalogue.found_late(news.there)
@@ -363,6 +332,13 @@ class DiskTier:
             upkeep.keeps.failed(now)
             self._trouble("disk_hung", f"the folder has not answered in {deadline:g} s")
         flight.expire(now)
+        if self._ranks.become_late(now):
+            self._trouble(
+                "disk_ranks",
+                f"only {self._ranks.here} of {self._settings.ranks} ranks have come to the disk "
+                "tier, which has to wait for all: those on other hosts cannot",
+            )
+            flight.drop_writes()
         if not keeper_hangs:
             self._do_chores(now)
         self._settle_readable()
@@ -385,12 +361,16 @@ class DiskTier:
         """Have uses written down."""
         while self._uses:
             files = [
-                (FileName(self._namespace, 0, group, key), used_ns)
+                (FileName(self._namespace, self._catalogue.a_rank_with(group), group, key), used_ns)
                 for key, used_ns in self._uses.take(BATCH)
                 for group in bits_of(self._catalogue.groups(key))
             ]
             if files and not self._ask(Touch(files)):
                 return
+
+    def leave(self) -> None:
+        """The process ends: what may be wrong must not be found by the next one."""
+        self._removal.remove_all_distrusted()
 
     # -- inside ------------------------------------------------------------------------
 
@@ -422,7 +402,7 @@ class DiskTier:
                 continue
             if not self._quota.has_room(self._quota.need(write)):
                 break
-            self._flight.begin_write(self._flight.take_write(), self._quota.share(write), now)
+            self._flight.begin_write(self._flight.take_write(), self._quota.shares(write), now)
             self._quota.reserve(self._quota.need(write))
             writes.append(write)
         self._broadcast(writes)
@@ -436,7 +416,7 @@ class DiskTier:
     def _broadcast(self, orders: Sequence[Order]) -> None:
         """Send to every rank; who cannot be reached has dropped them."""
         for rank, job in self._ranks.tell(orders):
-            self._answer(rank, OrderResult(job, Outcome.DROPPED))
+            self._answers.take(rank, OrderResult(job, Outcome.DROPPED))
 
     def _make_room(self) -> None:
         """Have chunks evicted where the folder or the file system is too full."""
@@ -448,4 +428,10 @@ class DiskTier:
         # What is being written may take less than was reserved for it.
         waits = self._removal.is_under_way or self._flight.writing
         if coming and not waits and not self._quota.has_room(coming):
-            self._flight.drop_writes()  # no room can be made, and they hold their slots
+            self._flight.drop_writes()  # they hold their slots
+            if self._upkeep.keeps.is_good:
+                self._trouble(
+                    "disk_room",
+                    "nothing is written to disk: there is no room, and no chunk that could make "
+                    "any; other files fill the folder or its file system (capacity, min_free)",
+                )

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from vllm_tiered_kv.tiers.disk.chores import Chore, Measure, Prepare, Prepared, Scan, ScanEnded
 from vllm_tiered_kv.tiers.disk.direct import IoMode
 from vllm_tiered_kv.tiers.disk.health import Condition, Health
-from vllm_tiered_kv.tiers.disk.keeper import Chore, Measure, Prepare, Prepared, Scan, ScanEnded
 
 MEASURE_EVERY = 5.0
 """Seconds, as are those below."""
@@ -27,12 +27,16 @@ class Upkeep:
 
     Args:
         ask: leaves the keeper a chore.
+        ranks: of the engine.
         shared: others write to the folder.
         io_deadline: seconds; temporary files younger than this may be those of writes under way.
     """
 
-    def __init__(self, ask: Callable[[Chore], bool], *, shared: bool, io_deadline: float) -> None:
+    def __init__(
+        self, ask: Callable[[Chore], bool], ranks: int, *, shared: bool, io_deadline: float
+    ) -> None:
         self._ask = ask
+        self._ranks = ranks
         self._usual = RESCAN_SHARED if shared else RESCAN_ALONE
         self._io_deadline = io_deadline
         self.reads = Health()
@@ -129,6 +133,6 @@ class Upkeep:
             return False
         # Before the first one nothing of ours is being written.
         young = self._io_deadline if self.is_scanned else 0.0
-        self.is_scanning = self._ask(Scan(self._prepare.namespace, young))
+        self.is_scanning = self._ask(Scan(self._prepare.namespace, self._ranks, young))
         self.scan_began = now - young
         return self.is_scanning

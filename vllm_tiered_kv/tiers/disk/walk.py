@@ -52,12 +52,21 @@ class FoundTemp(msgspec.Struct, frozen=True):
     """When anything about it last changed; unlike the time of use, nobody can set it."""
 
 
+class FoundIdentity(msgspec.Struct, frozen=True):
+    """The file that says what a namespace is."""
+
+    namespace: str
+    size: int
+
+
 class FolderMade(msgspec.Struct, frozen=True):
     """A folder that is named as ours are, told before what is in it."""
 
     namespace: str
     rank: int | None
     """None for the namespace's folder."""
+    name: str = ""
+    """Of a folder in the rank's."""
 
 
 class Foreign(msgspec.Struct, frozen=True):
@@ -74,7 +83,7 @@ class Unreadable(msgspec.Struct, frozen=True):
     reason: FailureReason
 
 
-Item = Found | FoundTemp | FolderMade | Foreign | Unreadable
+Item = Found | FoundTemp | FoundIdentity | FolderMade | Foreign | Unreadable
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -99,14 +108,10 @@ class Walk:
     """Depth first, as it is asked for: at most four folders are open.
 
     What vanishes or appears meanwhile may be told or not. Never raises OSError.
-
-    Args:
-        only_temp: folders of chunks are not gone into.
     """
 
-    def __init__(self, files: Files, *, only_temp: bool = False) -> None:
+    def __init__(self, files: Files) -> None:
         self._files = files
-        self._only_temp = only_temp
 
     def root(self, root: Path) -> Steps:
         try:
@@ -132,7 +137,9 @@ class Walk:
                 return self._rank(folder, namespace, rank)
             if is_temp_file(name):
                 return self._temp(folder, namespace, namespace, None, name)
-            return iter(()) if name == IDENTITY_FILE else _foreign(folder, namespace, name)
+            if name == IDENTITY_FILE:
+                return self._identity(folder, namespace)
+            return _foreign(folder, namespace, name)
 
         return self._folder(top, "", namespace, inside, FolderMade(namespace, None))
 
@@ -141,14 +148,16 @@ class Walk:
 
         def inside(folder: int, name: str) -> Steps:
             if name == TEMP_FOLDER:
-                return self._folder(folder, path, name, temp)
+                return self._folder(folder, path, name, temp, FolderMade(namespace, rank, name))
             if not is_shard_folder(name):
                 return _foreign(folder, path, name)
-            if self._only_temp:
-                return iter(())
             shard = f"{path}/{name}"
             return self._folder(
-                folder, path, name, lambda fd, file: self._chunk(fd, shard, namespace, rank, file)
+                folder,
+                path,
+                name,
+                lambda fd, file: self._chunk(fd, shard, namespace, rank, file),
+                FolderMade(namespace, rank, name),
             )
 
         def temp(folder: int, name: str) -> Steps:
@@ -181,6 +190,14 @@ class Walk:
             lambda status: FoundTemp(namespace, rank, name, status.st_size, status.st_ctime_ns),
         )
 
+    def _identity(self, folder: int, namespace: str) -> Steps:
+        return self._file(
+            folder,
+            namespace,
+            IDENTITY_FILE,
+            lambda status: FoundIdentity(namespace, status.st_size),
+        )
+
     def _file(
         self, folder: int, path: str, name: str, item: Callable[[os.stat_result], Item]
     ) -> Steps:
@@ -202,7 +219,7 @@ class Walk:
         path: str,
         name: str,
         inside: Callable[[int, str], Steps],
-        item: FolderMade | None = None,
+        item: FolderMade,
     ) -> Steps:
         here = f"{path}/{name}" if path else name
         try:
@@ -215,8 +232,7 @@ class Walk:
             yield Step(Foreign(here) if foreign else Unreadable(here, reason), parent, name)
             return
         try:
-            if item is not None:
-                yield Step(item, parent, name)
+            yield Step(item, parent, name)
             yield from self._entries(folder, here, inside)
         finally:
             self._close(folder)
