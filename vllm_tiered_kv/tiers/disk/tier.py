@@ -90,7 +90,7 @@ class DiskTier:
         self._flight = Flight(settings.max_queued, tell)
         self._upkeep = Upkeep(ask, shared=settings.shared, io_deadline=settings.io_deadline)
         self._removal = Removal(catalogue, self._quota, ask)
-        self._uses = Uses()
+        self._uses: Uses[bytes] = Uses()
         self._namespace = ""
         self._ranks = Ranks(settings.ranks, send)
         self._closed = False
