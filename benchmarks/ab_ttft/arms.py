@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from tools.serving import lmcache
+
 
 class Arm(str, enum.Enum):
     """One way to serve."""
@@ -34,7 +36,7 @@ _LABELS = {
     Arm.OURS: "TieredKVConnector",
 }
 PEERS = (Arm.EXAMPLE, Arm.LMCACHE)
-PEERS_ENVIRONMENT = Path(".venv-peers")
+PEERS_ENVIRONMENT = lmcache.PEERS_PYTHON.parent.parent
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -55,7 +57,7 @@ class Setup(msgspec.Struct, frozen=True):
 def interpreter(arm: Arm) -> Path:
     """The Python that has the arm's packages."""
     if arm is Arm.LMCACHE:
-        return PEERS_ENVIRONMENT.absolute() / "bin" / "python"
+        return lmcache.PEERS_PYTHON.absolute()
     return Path(sys.executable)
 
 
@@ -76,16 +78,11 @@ def connector(arm: Arm, setup: Setup, lmcache_port: int) -> dict[str, Any] | Non
     if arm is Arm.NONE:
         return None
     if arm is Arm.EXAMPLE:
-        extra: dict[str, Any] = {"shared_storage_path": str(example_folder(setup).absolute())}
-        return _transfer_config("ExampleConnector", extra)
+        shared = {"shared_storage_path": str(example_folder(setup).absolute())}
+        return _transfer_config("ExampleConnector", shared)
     if arm is Arm.LMCACHE:
-        extra = {
-            "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": lmcache_port,
-            "lmcache.mp.mp_transfer_mode": "lmcache_driven",
-        }
-        return _transfer_config("LMCacheMPConnector", extra)
-    extra = {"cpu": {"capacity": f"{setup.capacity_gib}GiB"}}
+        return lmcache.connector(lmcache_port)
+    extra: dict[str, Any] = {"cpu": {"capacity": f"{setup.capacity_gib}GiB"}}
     return _transfer_config("TieredKVConnector", extra) | {"kv_load_failure_policy": "recompute"}
 
 

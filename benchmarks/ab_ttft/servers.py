@@ -4,13 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import http.client
-import os
 import shutil
-import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,18 +13,15 @@ from benchmarks.ab_ttft.arms import Arm, Setup, connector, example_folder, inter
 from benchmarks.ab_ttft.client import Answer, BenchmarkFailed, Connection
 from benchmarks.ab_ttft.cpu import CpuClock
 from tools.serving import Metrics, Server, ServeSpec, compute_cpus
-from tools.serving.process import free_port
+from tools.serving.lmcache import ENVIRONMENT, LMCacheServer
 
 _BLOCK_TOKENS = 128
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
     "TIERED_KV_PROFILE": "1",
-    "LMCACHE_TRACK_USAGE": "false",
-    "LMCACHE_DISABLE_BANNER": "1",
+    **ENVIRONMENT,
 }
 
 
@@ -71,8 +63,7 @@ def running(arm: Arm, setup: Setup) -> Iterator[Engine]:
     """Start an arm; leaving the block ends every process of it.
 
     Raises:
-        ServerFailed: vLLM did not become healthy.
-        BenchmarkFailed: LMCache's server did not.
+        ServerFailed: vLLM did not become healthy, or LMCache's server did not.
     """
     setup.work.mkdir(parents=True, exist_ok=True)
     log = setup.work / f"{arm.value}.log"
@@ -86,33 +77,23 @@ def running(arm: Arm, setup: Setup) -> Iterator[Engine]:
             stack.callback(shutil.rmtree, example_folder(setup), ignore_errors=True)
         if arm is Arm.LMCACHE:
             stack.callback(_remove_shared_memory, processes)
-            port = free_port()
-            sessions.append(stack.enter_context(_lmcache_server(setup, port)))
+            log_of_lmcache = setup.work / "lmcache-server.log"
+            lmcache = LMCacheServer(log_of_lmcache, gib=setup.capacity_gib)
+            stack.enter_context(lmcache)
+            sessions.append(lmcache.pid)
+            port = lmcache.port
         spec = ServeSpec.make(
             setup.model,
             _serve_args(setup),
             env=_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": compute_cpus()},
             kv_transfer_config=connector(arm, setup, port),
         )
-        server = stack.enter_context(_VenvServer(spec, log, interpreter(arm)))
+        server = stack.enter_context(Server(spec, log, python=interpreter(arm)))
         clock = CpuClock([*sessions, server.pid])
         processes += clock.processes
         connection = Connection(server.port)
         stack.callback(connection.close)
         yield Engine(arm, setup, connection, clock, server)
-
-
-class _VenvServer(Server):
-    """``vllm serve`` of the environment that ``python`` belongs to."""
-
-    def __init__(self, spec: ServeSpec, log: Path, python: Path) -> None:
-        self._python = python
-        super().__init__(spec, log)
-
-    def _command(self) -> list[str]:
-        command = super()._command()
-        arguments = command[command.index("serve") :]
-        return [str(self._python), "-m", "vllm.entrypoints.cli.main", *arguments]
 
 
 def _serve_args(setup: Setup) -> list[str]:
@@ -126,53 +107,6 @@ def _serve_args(setup: Setup) -> list[str]:
         *("--max-num-batched-tokens", str(length)),  # a prompt is one step
         *("--num-gpu-blocks-override", str(device_blocks)),
     ]
-
-
-@contextlib.contextmanager
-def _lmcache_server(setup: Setup, port: int) -> Iterator[int]:
-    """LMCache's server on ``port``; yields its process id, which is its session's too."""
-    http_port = free_port()
-    size = str(setup.capacity_gib)
-    command = [
-        *(str(interpreter(Arm.LMCACHE).with_name("lmcache")), "server"),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *("--http-host", "127.0.0.1", "--http-port", str(http_port)),
-        *("--l1-size-gb", size, "--l1-init-size-gb", size, "--eviction-policy", "LRU"),
-    ]
-    log = setup.work / "lmcache-server.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **_ENVIRONMENT},
-            start_new_session=True,
-            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
-    try:
-        _wait_for_lmcache(process, http_port, log)
-        yield process.pid
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(15.0)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10.0)
-
-
-def _wait_for_lmcache(process: subprocess.Popen[bytes], http_port: int, log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        probe = Connection(http_port, timeout_s=5.0)
-        with contextlib.suppress(OSError, http.client.HTTPException, BenchmarkFailed):
-            probe.get("/healthcheck")
-            return
-        probe.close()
-        time.sleep(0.2)
-    raise BenchmarkFailed(f"LMCache's server did not start; see {log}")
 
 
 def _remove_shared_memory(processes: list[int]) -> None:

@@ -89,6 +89,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._pending: dict[int, dict[FileName, Any]] = {}
         """Keys of what is being stored and loaded, by task."""
         self._store = ObjectStore(options, HOME, queue, self, self._files)
+        self._store.start()
         logger.info(
             "tiered-kv: objects go to %s: at most %s, %d readers, %d writers",
             options.path,

@@ -73,7 +73,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class ObjectStore:
-    """Objects in a folder. No method raises or waits for a file unless it says so.
+    """Objects in a folder, once started. No method raises or waits for a file unless it says so.
 
     Args:
         options: where and how.
@@ -119,6 +119,9 @@ class ObjectStore:
             now_ns=time.time_ns,
         )
         self._thread = threading.Thread(target=self._run, name="tiered-kv-objects", daemon=True)
+
+    def start(self) -> None:
+        """Begin; from now on the host is told things."""
         self._put(self._tier.open)
         self._thread.start()
 
@@ -205,7 +208,8 @@ class ObjectStore:
             self._closing = True
             self._wake.notify_all()
         deadline = time.monotonic() + timeout
-        self._thread.join(timeout)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
         ended = not self._thread.is_alive()
         ended = self._workers.close(max(0.0, deadline - time.monotonic())) and ended
         return self._keeper.close(max(0.1, deadline - time.monotonic())) and ended

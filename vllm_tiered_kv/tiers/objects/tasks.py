@@ -60,13 +60,12 @@ class Delete:
 class Task:
     """Counts what comes of each of its objects."""
 
-    __slots__ = ("_done", "_left", "_nbytes", "_told", "files", "id", "kind")
+    __slots__ = ("_done", "_files", "_left", "_nbytes", "_told", "id", "kind")
 
     def __init__(self, task: int, kind: Kind, count: int) -> None:
         self.id = task
         self.kind = kind
-        self.files: list[tuple[FileName, int]] = []
-        """What was stored or loaded and not been told of, and the bytes of the objects."""
+        self._files: dict[int, tuple[FileName, int]] = {}
         self._done = [False] * count
         self._left = count
         self._nbytes = 0
@@ -77,6 +76,15 @@ class Task:
         self._done[index] = done
         self._nbytes += nbytes
         self._left -= 1
+
+    def keep(self, part: Part) -> None:
+        """Its object was stored or loaded, and that is to be told of."""
+        self._files[part.index] = (part.file, part.nbytes)
+
+    def take(self) -> list[tuple[FileName, int]]:
+        """What was kept since the last call, in the host's order, with the objects' bytes."""
+        files, self._files = self._files, {}
+        return [files[index] for index in sorted(files)]
 
     def end(self) -> Ended | None:
         """How it ended, once, when all is known."""

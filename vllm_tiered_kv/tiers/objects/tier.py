@@ -288,7 +288,7 @@ class ObjectTier:
             if is_new:
                 self._quota.wrote(result.nbytes)
             self.counts["stored" if is_new else "existed"] += 1
-            part.task.files.append((part.file, part.nbytes))
+            part.task.keep(part)
             if part.answered:  # it was given up, and has come through after all
                 self._tell_stored(part.task)
             self._answer(part, done=True, nbytes=part.nbytes if is_new else 0)
@@ -304,7 +304,7 @@ class ObjectTier:
             self.counts["loaded"] += 1
             if self._searches and part.file not in self._removal:
                 self._catalogue.found_late([FoundFile(part.file, result.nbytes, 0)])
-            part.task.files.append((part.file, part.nbytes))
+            part.task.keep(part)
             self._answer(part, done=True, nbytes=part.nbytes)
         elif result.status is ReadStatus.FAILED:
             self._failed(part, "disk_read", result.reason)
@@ -563,19 +563,18 @@ class ObjectTier:
             return
         if task.kind is Kind.STORE:
             self._tell_stored(task)
-        elif task.files:
-            self._listener.loaded(task.id, [file for file, _ in task.files])
+        elif loaded := task.take():
+            self._listener.loaded(task.id, [file for file, _ in loaded])
         self._out.tell(ended)
 
     def _tell_stored(self, task: Task) -> None:
-        if not task.files:
-            return
         files = [
             (file, 0 if file in self._told else nbytes)
-            for file, nbytes in task.files
+            for file, nbytes in task.take()
             if self._catalogue.has(file)  # not evicted since
         ]
-        task.files = []
+        if not files:
+            return
         self._told.update((file, nbytes) for file, nbytes in files if nbytes)
         self._catalogue.touch([file for file, _ in reversed(files)])
         self._listener.stored(task.id, files)
