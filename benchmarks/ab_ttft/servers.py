@@ -7,13 +7,12 @@ import contextlib
 import http.client
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 from benchmarks.ab_ttft.arms import Arm, Setup, connector, example_folder, interpreter
 from benchmarks.ab_ttft.client import Answer, BenchmarkFailed, Connection
 from benchmarks.ab_ttft.cpu import CpuClock
 from tools.serving import Metrics, Server, ServeSpec, compute_cpus
-from tools.serving.lmcache import ENVIRONMENT, LMCacheServer
+from tools.serving.lmcache import ENVIRONMENT, LMCacheServer, remove_shared_memory
 
 _BLOCK_TOKENS = 128
 
@@ -76,7 +75,7 @@ def running(arm: Arm, setup: Setup) -> Iterator[Engine]:
             example_folder(setup).mkdir(mode=0o700)
             stack.callback(shutil.rmtree, example_folder(setup), ignore_errors=True)
         if arm is Arm.LMCACHE:
-            stack.callback(_remove_shared_memory, processes)
+            stack.callback(remove_shared_memory, processes)
             log_of_lmcache = setup.work / "lmcache-server.log"
             lmcache = LMCacheServer(log_of_lmcache, gib=setup.capacity_gib)
             stack.enter_context(lmcache)
@@ -107,10 +106,3 @@ def _serve_args(setup: Setup) -> list[str]:
         *("--max-num-batched-tokens", str(length)),  # a prompt is one step
         *("--num-gpu-blocks-override", str(device_blocks)),
     ]
-
-
-def _remove_shared_memory(processes: list[int]) -> None:
-    # It outlives a worker that is ended with SIGTERM, and fills memory run by run.
-    for pid in processes:
-        for left in Path("/dev/shm").glob(f"lmcache_kv_{pid}_*"):
-            left.unlink(missing_ok=True)

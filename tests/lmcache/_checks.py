@@ -367,6 +367,27 @@ def memory_that_was_freed_is_left_alone(root: Path) -> None:
         assert bytes(target.byte_array) == bytes(target.get_size())
 
 
+class Broken(L2AdapterListener):
+    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+        raise RuntimeError("broken")
+
+    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        raise RuntimeError("broken")
+
+    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
+        raise RuntimeError("broken")
+
+
+@check
+def a_listener_that_fails_holds_nothing_up(root: Path) -> None:
+    with driver(root) as one:
+        one.adapter.register_listener(Broken())
+        stored(one, 1)
+        assert one.loads([1]) == [1]
+        one.adapter.delete([key(1)])
+        assert one.finds([key(1)]) == []
+
+
 @check
 def closed_with_tasks_under_way(root: Path) -> None:
     for _ in range(5):
@@ -411,7 +432,7 @@ def main(root: Path) -> int:
     for name, function in CHECKS.items():
         try:
             function(root / name)
-        except Exception:
+        except Exception:  # noqa: BLE001 - the others are run too
             traceback.print_exc()
             failed += 1
             print(f"FAILED {name}")

@@ -39,6 +39,12 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's process finds this project's package."""
+    monkeypatch.setenv("PYTHONPATH", peers_environment()["PYTHONPATH"])
+
+
 def peers_environment() -> dict[str, str]:
     """With this project's package to be found; no usage reports."""
     path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

@@ -58,12 +58,6 @@ def test_lmcaches_benchmark(peers: Path, tmp_path: Path) -> None:
     assert re.findall(r"^Total success: +(\d+)$", done.stdout, re.MULTILINE) == ["64"] * 3
 
 
-@pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's process finds this project's package."""
-    monkeypatch.setenv("PYTHONPATH", peers_environment()["PYTHONPATH"])
-
-
 def wait_for(server: LMCacheServer, key: str, value: object) -> Mapping[str, Any]:
     deadline = time.monotonic() + 60
     while (status := server.l2_status())[key] != value:

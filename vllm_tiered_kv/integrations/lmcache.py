@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -249,17 +249,15 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         keys = self._pending.get(task, {})
         told = [(keys[file], file, nbytes) for file, nbytes in files if file in keys]
         self._keys.update((file, key) for key, file, _ in told)
-        if told:
-            self._notify_keys_stored([key for key, _, _ in told], [n for _, _, n in told])
+        self._notify(self._notify_keys_stored, [key for key, _, _ in told], [n for _, _, n in told])
 
     def loaded(self, task: int, files: Sequence[FileName]) -> None:
         keys = self._pending.get(task, {})
-        self._notify_keys_accessed([keys[file] for file in files if file in keys])
+        self._notify(self._notify_keys_accessed, [keys[file] for file in files if file in keys])
 
     def removed(self, files: Sequence[tuple[FileName, int]]) -> None:
         told = [(self._keys.pop(file), nbytes) for file, nbytes in files if file in self._keys]
-        if told:
-            self._notify_keys_deleted([key for key, _ in told], [n for _, n in told])
+        self._notify(self._notify_keys_deleted, [key for key, _ in told], [n for _, n in told])
 
     def trouble(self, kind: str, message: str) -> None:
         self._trouble.warn(kind, message)
@@ -283,6 +281,15 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         )
 
     # -- inside ------------------------------------------------------------------------
+
+    def _notify(self, tell: Callable[..., None], keys: list[Any], *sizes: list[int]) -> None:
+        """Tell LMCache's listeners, whatever they make of it."""
+        if not keys:
+            return
+        try:
+            tell(keys, *sizes)
+        except Exception:  # noqa: BLE001 - theirs; the task still has to end
+            self._trouble.error("listener", "one of LMCache's listeners failed")
 
     def _new_task(self) -> int:
         with self._lock:

@@ -22,10 +22,11 @@ from vllm_tiered_kv.tiers.disk.catalogue import Catalogue, FileName
 from vllm_tiered_kv.tiers.disk.direct import IoMode
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.keeper import Chore, Keeper, News, Prepared
+from vllm_tiered_kv.tiers.objects.answers import Listener
 from vllm_tiered_kv.tiers.objects.names import ObjectId
 from vllm_tiered_kv.tiers.objects.settings import ObjectOptions, tier_settings
 from vllm_tiered_kv.tiers.objects.tasks import Delete, Ended, Kind, LookUp, Part, Wanted
-from vllm_tiered_kv.tiers.objects.tier import Listener, ObjectTier
+from vllm_tiered_kv.tiers.objects.tier import ObjectTier
 from vllm_tiered_kv.tiers.objects.workers import Result, Workers
 
 MAX_INBOX = 1 << 16

@@ -7,7 +7,6 @@ runs on one thread, but for what is said to be for any thread.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -36,6 +35,7 @@ from vllm_tiered_kv.tiers.disk.results import Read, ReadStatus, WriteStatus, Wri
 from vllm_tiered_kv.tiers.disk.settings import FOLDER_BYTES, TierSettings
 from vllm_tiered_kv.tiers.disk.upkeep import RESCAN_SHARED, Upkeep
 from vllm_tiered_kv.tiers.disk.uses import STEP_NS, Uses
+from vllm_tiered_kv.tiers.objects.answers import Answers, Listener
 from vllm_tiered_kv.tiers.objects.holds import Holds
 from vllm_tiered_kv.tiers.objects.lookups import LookUps
 from vllm_tiered_kv.tiers.objects.names import ObjectId
@@ -50,22 +50,6 @@ LARGEST_SHARE = 4
 """An object that would take more than one part in so many of the capacity is not kept."""
 TOUCH_EVERY = 5.0
 """Seconds."""
-COUNTED = (
-    *("stored", "existed", "loaded", "damaged", "missing"),
-    *("dropped_stores", "dropped_loads", "locks_expired"),
-)
-
-
-class Listener(Protocol):
-    """Hears of objects: each that was stored is later told removed, once."""
-
-    def stored(self, task: int, files: Sequence[tuple[FileName, int]]) -> None:
-        """These are there now; with each the bytes of its object, 0 if that was told before."""
-
-    def loaded(self, task: int, files: Sequence[FileName]) -> None: ...
-
-    def removed(self, files: Sequence[tuple[FileName, int]]) -> None:
-        """These are gone; with each the bytes of its object."""
 
 
 class Out(Protocol):
@@ -119,7 +103,7 @@ class ObjectTier:
         self._home = home
         self._catalogue = catalogue
         self._out = out
-        self._listener = listener
+        self._answers = Answers(catalogue, listener, out.tell)
         self._clock = clock
         self._now_ns = now_ns
         self._quota = Quota(settings, catalogue)
@@ -132,13 +116,15 @@ class ObjectTier:
         self._uses: Uses[FileName] = Uses()
         self._deletes: list[Delete] = []
         self._writing: set[FileName] = set()
-        self._told: dict[FileName, int] = {}
         self._closed = False
         self._touch_at = 0.0
-        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
-        """What has happened so far, by kind. Any thread may look."""
 
     # -- what others may ask; any thread -----------------------------------------------
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What has happened so far, by kind."""
+        return self._answers.counts
 
     @property
     def used(self) -> int:
@@ -205,8 +191,8 @@ class ObjectTier:
             fits = part.nbytes > 0 and file_bytes(part.nbytes) <= self._largest
             good = fits and self._upkeep.writes.is_good and not self._closed
             if not good or not self._writes.put(part):
-                self._drop(part)
-        self._maybe_over(whole)
+                self._answers.drop(part)
+        self._answers.over(whole)
         self._pump()
 
     def load(self, task: int, wanted: Sequence[Wanted | None]) -> None:
@@ -219,15 +205,15 @@ class ObjectTier:
             part = Part(whole, i, one, now + self._settings.io_deadline)
             good = self._upkeep.reads.is_good and not self._closed and part.nbytes > 0
             if not good or not self._reads.put(part):
-                self._drop(part)
-        self._maybe_over(whole)
+                self._answers.drop(part)
+        self._answers.over(whole)
         self._pump()
 
     def look_up(self, wanted: LookUp) -> None:
         """Find and lock."""
         now = self._clock()
         if self._closed or not self._upkeep.reads.is_good:
-            self._out.tell(Ended(wanted.task, Kind.LOOK_UP, (False,) * len(wanted.objects)))
+            self._answers.none_found(wanted)
             return
         good = self._searches and self._upkeep.keeps.is_good
         probe = self._lookups.probe(wanted, now) if good else None
@@ -244,7 +230,7 @@ class ObjectTier:
         free = [name for name in wanted.objects if not self._holds.is_locked(name)]
         files = [file for name in free for file in self._lookups.places(name)]
         there = [file for file in files if self._searches or self._catalogue.has(file)]
-        self._tell_removed([file for file in files if not self._catalogue.has(file)])
+        self._answers.removed([file for file in files if not self._catalogue.has(file)])
         if not self._closed:
             self._removal.remove([file for file in there if file not in self._writing])
         wanted.left.update(file for file in there if file in self._removal)
@@ -258,14 +244,14 @@ class ObjectTier:
         self._closed = True
         for queue in (self._reads, self._writes):
             for part in queue.drop_all():
-                self._drop(part)
+                self._answers.drop(part)
         for wanted in self._lookups.take_all():
-            self._out.tell(Ended(wanted.task, Kind.LOOK_UP, (False,) * len(wanted.objects)))
+            self._answers.none_found(wanted)
         for delete in self._deletes:
             delete.over.set()
         self._deletes = []
         active = self._reads.active | self._writes.active
-        return not [part for part in active if not self._abandon(part)]
+        return not [part for part in active if not self._answers.abandon(part)]
 
     # -- from the threads --------------------------------------------------------------
 
@@ -276,7 +262,7 @@ class ObjectTier:
         self._holds.release(part.file)
         self._quota.settle(part.reserved)
         if result is None:
-            self._drop(part)
+            self._answers.drop(part)
         elif result.status is WriteStatus.FAILED:
             self._failed(part, "disk_write", result.reason)
             self._doubt(part.reserved)
@@ -287,25 +273,23 @@ class ObjectTier:
             self._lookups.learn(part.file.namespace)
             if is_new:
                 self._quota.wrote(result.nbytes)
-            self.counts["stored" if is_new else "existed"] += 1
+            self._answers.counts["stored" if is_new else "existed"] += 1
             part.task.keep(part)
-            if part.answered:  # it was given up, and has come through after all
-                self._tell_stored(part.task)
-            self._answer(part, done=True, nbytes=part.nbytes if is_new else 0)
+            self._answers.give(part, done=True, nbytes=part.nbytes if is_new else 0)
         self._pump()
 
     def read(self, part: Part, result: Read | None) -> None:
         """A thread is done with a part; None if nobody waits for it any more."""
         self._reads.end(part)
         if result is None:
-            self._drop(part)
+            self._answers.drop(part)
         elif result.status is ReadStatus.OK:
             self._upkeep.reads.succeeded()
-            self.counts["loaded"] += 1
+            self._answers.counts["loaded"] += 1
             if self._searches and part.file not in self._removal:
                 self._catalogue.found_late([FoundFile(part.file, result.nbytes, 0)])
             part.task.keep(part)
-            self._answer(part, done=True, nbytes=part.nbytes)
+            self._answers.give(part, done=True, nbytes=part.nbytes)
         elif result.status is ReadStatus.FAILED:
             self._failed(part, "disk_read", result.reason)
         else:
@@ -316,17 +300,17 @@ class ObjectTier:
     def _not_there(self, part: Part, result: Read) -> None:
         leaving = part.file in self._removal
         nbytes = self._catalogue.forget(part.file)
-        self._tell_removed((part.file,))
+        self._answers.removed((part.file,))
         if result.status is ReadStatus.DAMAGED:
             self._doubt(nbytes)  # it was removed, unless that failed
-            self.counts["damaged"] += 1
+            self._answers.counts["damaged"] += 1
             reason = result.reason.value if result.reason is not None else ""
             self._out.trouble("disk_damaged", f"a damaged file was removed: {reason}")
         elif nbytes and not leaving:
-            self.counts["missing"] += 1
+            self._answers.counts["missing"] += 1
             self._out.trouble("disk_missing", "a file that should have been there was not")
             self._upkeep.scan_by(self._clock() + RESCAN_SHARED)
-        self._answer(part, done=False)
+        self._answers.give(part, done=False)
 
     def _failed(self, part: Part, kind: str, reason: object) -> None:
         full = reason is FailureReason.NO_SPACE
@@ -337,7 +321,7 @@ class ObjectTier:
             self._upkeep.measure_soon()
         why = reason.value if isinstance(reason, FailureReason) else "other"
         self._out.trouble(kind, f"a file could not be {'written' if writing else 'read'}: {why}")
-        self._answer(part, done=False)
+        self._answers.give(part, done=False)
 
     # -- from the keeper ---------------------------------------------------------------
 
@@ -357,12 +341,12 @@ class ObjectTier:
                 self._catalogue.scan_ends(missed=news.missed)
                 self._quota.scanned(news.other_bytes, self._upkeep.scan_began)
                 self._upkeep.scan_ended(news, now)
-                self._tell_removed([f for f in self._told if not self._catalogue.has(f)])
+                self._answers.scanned()
                 if news.missed:
                     self._out.trouble("disk_folder", "parts of the folder can't be read")
             case Removed():
                 self._removal.removed(news)
-                self._tell_removed(news.gone)
+                self._answers.removed(news.gone)
                 self._deleted((*news.gone, *news.stuck))
                 if news.stuck:
                     message = f"{len(news.stuck)} files cannot be removed"
@@ -411,11 +395,11 @@ class ObjectTier:
         now, deadline = self._clock(), self._settings.io_deadline
         for queue in (self._reads, self._writes):
             for part in queue.expired(now):
-                self._drop(part)
+                self._answers.drop(part)
             for _ in queue.overdue(now, deadline):
                 self._out.trouble("disk_hung", f"an I/O call has not returned in {deadline:g} s")
             for part in queue.hung:
-                self._abandon(part)
+                self._answers.abandon(part)
         if self._hung:
             self._upkeep.hang(now)
         keeper_hangs = keeper_busy_for > deadline
@@ -424,7 +408,7 @@ class ObjectTier:
             self._out.trouble("disk_hung", f"the folder has not answered in {deadline:g} s")
         for wanted in self._lookups.expired(now):
             self._found(wanted)
-        self.counts["locks_expired"] += self._holds.expire(now)
+        self._answers.counts["locks_expired"] += self._holds.expire(now)
         if not keeper_hangs:
             self._do_chores(now)
         self._make_room()
@@ -470,17 +454,16 @@ class ObjectTier:
         used = [file for file in reversed(files) if file is not None]
         self._catalogue.touch(used)
         self._uses.note(used, self._now_ns())
-        done = tuple(file is not None for file in files)
-        self._out.tell(Ended(wanted.task, Kind.LOOK_UP, done))
+        self._answers.found(wanted, [file is not None for file in files])
 
     def _pump(self) -> None:
         """Begin what may begin."""
         if not self._upkeep.reads.is_good:
             for part in self._reads.drop_all():
-                self._drop(part)
+                self._answers.drop(part)
         if not self._upkeep.writes.is_good:
             for part in self._writes.drop_all():
-                self._drop(part)
+                self._answers.drop(part)
         if self._upkeep.mode is None or self._closed:
             return
         now = self._clock()
@@ -500,7 +483,7 @@ class ObjectTier:
             return False
         if part.file in self._removal or part.file in self._writing:
             # Its file might be removed after it was written, and nobody would know.
-            self._drop(self._writes.take())
+            self._answers.drop(self._writes.take())
             return True
         nbytes = file_bytes(part.nbytes)
         if not self._quota.has_room(nbytes):
@@ -526,60 +509,10 @@ class ObjectTier:
         waits = self._removal.is_under_way or self._writes.active
         if coming and not waits and not self._quota.has_room(coming):
             for waiting in self._writes.drop_all():  # no room can be made
-                self._drop(waiting)
+                self._answers.drop(waiting)
 
     def _doubt(self, nbytes: int) -> None:
         now = self._clock()
         self._quota.doubt(nbytes, now)
         if nbytes > 0:
             self._upkeep.scan_by(now + self._settings.io_deadline + RESCAN_SHARED)
-
-    # -- answers -----------------------------------------------------------------------
-
-    def _drop(self, part: Part) -> None:
-        if not part.answered:
-            self.counts["dropped_stores" if part.task.kind is Kind.STORE else "dropped_loads"] += 1
-        self._answer(part, done=False)
-
-    def _abandon(self, part: Part) -> bool:
-        """Answer for a part that a thread is at; False while it copies the host's memory."""
-        if part.answered:
-            return True
-        if not part.claim.give_up():
-            return False
-        self._drop(part)
-        return True
-
-    def _answer(self, part: Part, *, done: bool, nbytes: int = 0) -> None:
-        if part.answered:
-            return
-        part.answered = True
-        part.task.note(part.index, done=done, nbytes=nbytes)
-        self._maybe_over(part.task)
-
-    def _maybe_over(self, task: Task) -> None:
-        ended = task.end()
-        if ended is None:
-            return
-        if task.kind is Kind.STORE:
-            self._tell_stored(task)
-        elif loaded := task.take():
-            self._listener.loaded(task.id, [file for file, _ in loaded])
-        self._out.tell(ended)
-
-    def _tell_stored(self, task: Task) -> None:
-        files = [
-            (file, 0 if file in self._told else nbytes)
-            for file, nbytes in task.take()
-            if self._catalogue.has(file)  # not evicted since
-        ]
-        if not files:
-            return
-        self._told.update((file, nbytes) for file, nbytes in files if nbytes)
-        self._catalogue.touch([file for file, _ in reversed(files)])
-        self._listener.stored(task.id, files)
-
-    def _tell_removed(self, files: Iterable[FileName]) -> None:
-        gone = [(file, self._told.pop(file)) for file in files if file in self._told]
-        if gone:
-            self._listener.removed(gone)
