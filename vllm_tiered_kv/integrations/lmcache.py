@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._names = Names(options.revision)
         self._files = files or Files()
         self._trouble = OncePerKind(logger, "this adapter's status")
+        self._failures: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._closed = False
         self._next_task = 0
@@ -222,7 +223,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             "direct_io": status.direct_io,
             **status.figures,
             **status.counts,
-            "failures": dict(status.failures),
+            "failures": {**status.failures, **self._failures},
         }
 
     def close(self) -> None:
@@ -289,6 +290,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         try:
             tell(keys, *sizes)
         except Exception:  # noqa: BLE001 - theirs; the task still has to end
+            self._failures["listener"] += 1
             self._trouble.error("listener", "one of LMCache's listeners failed")
 
     def _new_task(self) -> int:
@@ -318,11 +320,13 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _wanted(self, key: Any, memory: Any) -> Wanted | None:
         name = self._names.object_id(key)
         if name is None:
+            self._failures["key"] += 1
             self._trouble.warn("key", "a key of LMCache's cannot be kept: its group or its length")
             return None
         try:
             view = ObjectMemory(memory)
         except Exception:  # noqa: BLE001 - what has no bytes says so in any way it likes
+            self._failures["memory"] += 1
             self._trouble.error("memory", "an object of LMCache's has no bytes in host memory")
             return None
         namespace = self._names.namespace(name.family, layout_of(memory))

@@ -20,6 +20,7 @@ from vllm_tiered_kv.tiers.disk.keeper import (
     Chore,
     Measure,
     Measured,
+    News,
     Prepare,
     Prepared,
     Probe,
@@ -41,7 +42,9 @@ NBYTES = 5000
 FILE = file_bytes(NBYTES)
 ROOM = 12
 """Files that the folder holds."""
-NUMBERS = 30
+NUMBERS = 20
+FOLDERS = NAMESPACE_BYTES + FOLDER_BYTES
+"""What the namespace of the objects takes besides their files."""
 
 
 class World:
@@ -50,17 +53,22 @@ class World:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.now = 0.0
-        self.refuses = 0.02
+        self.refuses = 0.01
         """How often the keeper has too many chores."""
+        self.trouble_rate = self.chance.choice([0.0, 0.01, 0.05])
         self.disk: dict[FileName, int] = {}
+        self.other = NAMESPACE_BYTES
+        """Bytes that lie there besides files of objects."""
         self.chores: deque[Chore] = deque()
+        self.said: deque[News] = deque()
         self.parts: list[Part] = []
+        self.results: list[tuple[Part, Written | Read | None]] = []
         self.asked: set[int] = set()
         self.ended_tasks: dict[int, Ended] = {}
         self.told: dict[FileName, int] = {}
         self.locks: dict[int, float] = {}
         self.deletes: list[Delete] = []
-        self.capacity = ROOM * (FILE + ENTRY_BYTES) + 2 * FOLDER_BYTES + 2 * NAMESPACE_BYTES
+        self.capacity = ROOM * (FILE + ENTRY_BYTES) + FOLDER_BYTES + NAMESPACE_BYTES + FOLDERS
         settings = TierSettings(
             root="/nowhere",
             capacity=self.capacity,
@@ -146,7 +154,8 @@ class World:
             places = () if self.chance.random() < 0.3 else (file_of(0).namespace,)
             self.tier.look_up(LookUp(task, names, (places,) * len(names)))
         elif what == 3:
-            self.tier.unlock([object_id(n) for n in numbers])
+            for _ in range(4):
+                self.tier.unlock([object_id(n) for n in range(NUMBERS)])
         elif what == 4:
             delete = Delete([object_id(n) for n in numbers])
             self.deletes.append(delete)
@@ -157,76 +166,92 @@ class World:
                     self.disk.pop(file_of(n), None)
 
     def thread(self) -> None:
+        """A thread does a part; what it has to say is heard later."""
         if not self.parts:
             return
         part = self.parts.pop(self.chance.randrange(len(self.parts)))
         luck = self.chance.random()
-        if luck < 0.1 or not part.claim.begin():
-            (self.tier.read if part.task.kind is Kind.LOAD else self.tier.wrote)(part, None)
+        if luck < self.trouble_rate or not part.claim.begin():
+            self.results.append((part, None))
             return
         part.claim.end()
+        self.results.append((part, self.outcome(part, luck)))
+
+    def outcome(self, part: Part, luck: float) -> Written | Read:
         if part.task.kind is Kind.STORE:
-            if luck < 0.2:
+            if luck < 2 * self.trouble_rate:
                 reason = self.chance.choice([FailureReason.IO, FailureReason.NO_SPACE])
-                self.tier.wrote(part, Written(WriteStatus.FAILED, reason=reason))
-                return
+                return Written(WriteStatus.FAILED, reason=reason)
             existed = part.file in self.disk
             self.disk[part.file] = FILE
-            status = WriteStatus.EXISTED if existed else WriteStatus.WRITTEN
-            self.tier.wrote(part, Written(status, FILE))
-        elif luck < 0.2:
-            self.tier.read(part, Read(ReadStatus.FAILED, FailureReason.IO))
-        elif part.file not in self.disk:
-            self.tier.read(part, Read(ReadStatus.MISSING))
-        elif luck < 0.3:
+            self.other = NAMESPACE_BYTES + FOLDERS
+            return Written(WriteStatus.EXISTED if existed else WriteStatus.WRITTEN, FILE)
+        if luck < 2 * self.trouble_rate:
+            return Read(ReadStatus.FAILED, FailureReason.IO)
+        if part.file not in self.disk:
+            return Read(ReadStatus.MISSING)
+        if luck < 0.2:
             del self.disk[part.file]
-            self.tier.read(part, Read(ReadStatus.DAMAGED, Reason.PAYLOAD))
-        else:
-            self.tier.read(part, Read(ReadStatus.OK, nbytes=FILE))
+            return Read(ReadStatus.DAMAGED, Reason.PAYLOAD)
+        return Read(ReadStatus.OK, nbytes=FILE)
+
+    def hear(self) -> None:
+        """The tier hears of a part, or of a chore."""
+        if self.results and self.chance.random() < 0.5:
+            part, result = self.results.pop(self.chance.randrange(len(self.results)))
+            if part.task.kind is Kind.STORE:
+                assert not isinstance(result, Read)
+                self.tier.wrote(part, result)
+            else:
+                assert not isinstance(result, Written)
+                self.tier.read(part, result)
+        elif self.said:
+            self.tier.news(self.said.popleft())
 
     def keeper(self, *, fails: bool) -> None:
         if not self.chores:
             return
         chore = self.chores.popleft()
-        if fails and self.chance.random() < 0.1:
-            self.tier.news(Trouble(chore, "io"))
+        if fails and self.chance.random() < self.trouble_rate:
+            self.said.append(Trouble(chore, "io"))
             return
         match chore:
             case Prepare():
-                self.tier.news(Prepared(IoMode.BUFFERED))
+                self.said.append(Prepared(IoMode.BUFFERED))
             case Scan():
                 found = [FoundFile(name, size, 0) for name, size in self.disk.items()]
-                self.tier.news(ScanPiece(found))
-                other = 2 * NAMESPACE_BYTES + FOLDER_BYTES
-                self.tier.news(ScanEnded(other, 0.01, 0))
+                self.said += (ScanPiece(found), ScanEnded(self.other, 0.01, 0))
             case Remove():
                 stuck = [n for n in chore.files if fails and self.chance.random() < 0.02]
                 gone = [name for name in chore.files if name not in stuck]
                 for name in gone:
                     self.disk.pop(name, None)
-                self.tier.news(Removed(gone, stuck))
+                self.said.append(Removed(gone, stuck))
             case Probe():
                 there = [FoundFile(n, self.disk[n], 0) for n in chore.files if n in self.disk]
-                self.tier.news(Probed(chore.job, there))
+                self.said.append(Probed(chore.job, there))
             case Measure():
-                self.tier.news(Measured(1 << 40))
+                self.said.append(Measured(1 << 40))
 
     def step(self) -> None:
-        what = self.chance.randrange(10)
+        what = self.chance.randrange(13)
         if what < 3:
             self.host()
         elif what < 6:
             self.thread()
-        elif what < 9:
+        elif what < 8:
             self.keeper(fails=True)
+        elif what < 12:
+            self.hear()
         else:
-            self.now += self.chance.choice([0.05, 0.3, 3.0, 30.0])
+            self.now += self.chance.choice([0.05, 0.05, 0.3, 1.0, 5.0])
             self.tier.tick(0.0)
         self.check()
 
     def check(self) -> None:
         assert sum(self.disk.values()) <= self.capacity
-        assert self.tier.used >= 0
+        if self.tier.is_scanned:
+            assert sum(self.disk.values()) <= self.tier.used  # nothing lies there uncounted
 
     def settle(self) -> None:
         """All threads go on and nothing fails, until nothing is left to do."""
@@ -234,15 +259,18 @@ class World:
         for _ in range(400):
             self.thread()
             self.keeper(fails=False)
+            for _ in range(4):
+                self.hear()
             self.now += 1.0
             self.tier.tick(0.0)
         assert not self.parts
+        assert not self.results
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(25))
 def test_any_history(seed: int) -> None:
     world = World(seed)
-    for _ in range(500):
+    for _ in range(800):
         world.step()
     world.settle()
     assert world.ended_tasks.keys() == world.asked
@@ -263,10 +291,10 @@ def test_any_history(seed: int) -> None:
     assert not world.disk
     assert not world.told
     assert world.tier.objects == 0
-    assert world.tier.used <= 2 * (NAMESPACE_BYTES + FOLDER_BYTES)
+    assert world.tier.used == world.other
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_closed_at_any_time_every_task_ends(seed: int) -> None:
     world = World(seed)
     for _ in range(100 + 10 * seed):

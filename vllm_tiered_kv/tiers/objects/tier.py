@@ -309,7 +309,7 @@ class ObjectTier:
         elif nbytes and not leaving:
             self._answers.counts["missing"] += 1
             self._out.trouble("disk_missing", "a file that should have been there was not")
-            self._upkeep.scan_by(self._clock() + RESCAN_SHARED)
+            self._doubt(nbytes)  # it may have been written anew meanwhile
         self._answers.give(part, done=False)
 
     def _failed(self, part: Part, kind: str, reason: object) -> None:
