@@ -18,10 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.api import (
+    GroupedObjectKeys,
+    MemoryLayoutDesc,
+    ObjectKey,
+    PrefetchTaskSpec,
+)
+from lmcache.v1.distributed.config import (
+    EvictionConfig,
+    L1ManagerConfig,
+    L1MemoryManagerConfig,
+    StorageManagerConfig,
+)
 from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
-from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class
+from lmcache.v1.distributed.l2_adapters.config import (
+    L2AdaptersConfig,
+    get_l2_adapter_config_class,
+)
+from lmcache.v1.distributed.serde import SerdeConfig
+from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.platform import consume_fd
 
@@ -73,6 +89,22 @@ def layout(dtype: torch.dtype = torch.bfloat16) -> dict[int, MemoryLayoutDesc]:
     return {0: MemoryLayoutDesc(shapes=[torch.Size(SHAPE)], dtypes=[dtype])}
 
 
+def plugin_config(root: Path, **params: Any) -> Any:
+    return get_l2_adapter_config_class("plugin").from_dict(
+        {
+            "type": "plugin",
+            "module_path": "vllm_tiered_kv.integrations.lmcache",
+            "class_name": "TieredKVL2Adapter",
+            "adapter_params": {
+                "path": str(root),
+                "capacity": "64MiB",
+                "min_free": 1,
+                **params,
+            },
+        }
+    )
+
+
 class Heard(L2AdapterListener):
     def __init__(self) -> None:
         self.stored: dict[ObjectKey, int] = {}
@@ -94,20 +126,8 @@ class Driver:
     """Calls the adapter as LMCache's controllers do: submit, wait for the descriptor, ask once."""
 
     def __init__(self, root: Path, **params: Any) -> None:
-        config = get_l2_adapter_config_class("plugin").from_dict(
-            {
-                "type": "plugin",
-                "module_path": "vllm_tiered_kv.integrations.lmcache",
-                "class_name": "TieredKVL2Adapter",
-                "adapter_params": {
-                    "path": str(root),
-                    "capacity": "64MiB",
-                    "min_free": 1,
-                    **params,
-                },
-            }
-        )
-        self.adapter: Any = create_l2_adapter(config, L1MemoryDesc(0, 1 << 30, 4096))
+        memory = L1MemoryDesc(0, 1 << 30, 4096)
+        self.adapter: Any = create_l2_adapter(plugin_config(root, **params), memory)
         self.adapter.set_backend_identity("plugin")
         self.heard = Heard()
         self.adapter.register_listener(self.heard)
@@ -367,6 +387,87 @@ def memory_that_was_freed_is_left_alone(root: Path) -> None:
         assert bytes(target.byte_array) == bytes(target.get_size())
 
 
+@check
+def below_lmcaches_own_controllers(root: Path) -> None:
+    """Its storage manager stores behind its back, and prefetches what only the folder has."""
+    keys = [key(n) for n in range(6)]
+    with storage_manager(root) as manager:
+        write_behind(manager, keys)
+    damaged = next(path for path in files(root) if keys[4].chunk_hash.hex() in path.name)
+    os.truncate(damaged, 100)
+    with storage_manager(root) as manager:
+        assert prefetched(manager, keys) == [0, 1, 2, 3]
+        with manager.read_prefetched_results(keys[:4]) as objects:
+            for n, one in enumerate(objects):
+                assert bytes(one.byte_array) == content(n)
+        manager.finish_read_prefetched(keys[:4])
+        assert l2_status(manager)["damaged"] == 1
+        wait_until(lambda: l2_status(manager)["locked"] == 0)
+
+
+@check
+def below_lmcaches_own_serializer(root: Path) -> None:
+    """It looks up with the KV's layout, and stores and loads bytes."""
+    keys = [key(n) for n in range(6)]
+    with storage_manager(root, SerdeConfig("fp8", {})) as manager:
+        write_behind(manager, keys)
+    assert all(file.stat().st_size < len(content(0)) + (8 << 10) for file in files(root))
+    with storage_manager(root, SerdeConfig("fp8", {})) as manager:
+        assert prefetched(manager, keys) == [0, 1, 2, 3, 4, 5]
+    with storage_manager(root) as manager:
+        assert prefetched(manager, keys) == []
+
+
+@contextmanager
+def storage_manager(root: Path, serde: SerdeConfig | None = None) -> Iterator[Any]:
+    adapter = plugin_config(root)
+    adapter.serde_config = serde
+    config = StorageManagerConfig(
+        L1ManagerConfig(L1MemoryManagerConfig(16 << 20, use_lazy=False, shm_name="")),
+        EvictionConfig("LRU"),
+        L2AdaptersConfig([adapter]),
+    )
+    manager = StorageManager(config)
+    try:
+        wait_until(lambda: l2_status(manager)["scanned"])
+        yield manager
+    finally:
+        manager.close()
+
+
+def l2_status(manager: Any) -> Any:
+    return manager.report_status()["l2_adapters"][0]
+
+
+def write_behind(manager: Any, keys: list[ObjectKey]) -> None:
+    reserved = manager.reserve_write(keys, layout()[0])
+    for n, one in enumerate(keys):
+        copy_into(reserved[one], content(n))
+    manager.finish_write(keys)
+    wait_until(lambda: l2_status(manager)["stored"] == len(keys))
+    wait_until(lambda: manager.report_status()["store_controller"]["in_flight_task_count"] == 0)
+
+
+def prefetched(manager: Any, keys: list[ObjectKey]) -> list[int]:
+    """Which of these come from the folder."""
+    row = GroupedObjectKeys(keys, 0, layout()[0])
+    handle = manager.submit_prefetch_task(PrefetchTaskSpec([row]))
+    assert manager.wait_prefetch_status(handle, PATIENCE)
+    result = manager.query_prefetch_status(handle)
+    return list(result.l2_hit_cells[0].get_indices_list())
+
+
+def copy_into(memory: Any, data: bytes) -> None:
+    memory.raw_data[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 class Broken(L2AdapterListener):
     def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
         raise RuntimeError("broken")
@@ -400,31 +501,6 @@ def closed_with_tasks_under_way(root: Path) -> None:
     with driver(root) as one:
         there = one.finds([key(n) for n in range(200)])
         assert one.loads(there) == there
-
-
-@check
-def behind_a_serializer(root: Path) -> None:
-    """LMCache's wrapper looks up with the KV's layout, and stores and loads bytes."""
-    with driver(root) as one:
-        nbytes = 1000
-        meta = MemoryObjMetadata(
-            shape=torch.Size([nbytes]),
-            dtype=torch.uint8,
-            address=0,
-            phy_size=4096,
-            ref_count=1,
-            fmt=MemoryFormat.UNDEFINED,
-            shapes=[torch.Size([nbytes])],
-            dtypes=[torch.uint8],
-        )
-        raw = torch.arange(4096, dtype=torch.int64).to(torch.uint8)
-        source = TensorMemoryObj(raw, meta, parent_allocator=None)
-        assert one.store([key(1)], [source]).is_successful()
-        assert one.finds([key(1)]) == [0]
-        target = TensorMemoryObj(torch.zeros(4096, dtype=torch.uint8), meta, parent_allocator=None)
-        assert one.load([key(1)], [target]) == [0]
-        assert torch.equal(target.raw_data[:nbytes], raw[:nbytes])
-        assert not target.raw_data[nbytes:].any()
 
 
 def main(root: Path) -> int:

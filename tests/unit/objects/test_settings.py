@@ -47,6 +47,7 @@ def test_sizes_and_names_are_read_as_elsewhere() -> None:
         ({**LEAST, "eviction": "mru"}, "expected one of lru, s3fifo, arc, cost"),
         ({**LEAST, "low_water": 0.99}, "low_water: 0.99 must be above 0 and at most high_water"),
         ({**LEAST, "io_deadline": 0}, "io_deadline: 0.0 must be from 0.1"),
+        ({**LEAST, "io_deadline": 121}, "io_deadline: 121.0 must be at most 120 seconds"),
         ({**LEAST, "readers": 0}, "readers: 0 must be from 1 to 64"),
         ({**LEAST, "writers": 65}, "writers: 65 must be from 1 to 64"),
         ({**LEAST, "writers": "2"}, "writers: '2' is not valid"),

@@ -11,6 +11,9 @@ from vllm_tiered_kv.tiers.disk.settings import FOLDER_BYTES, TierSettings
 
 MAX_THREADS = 64
 MAX_REVISION = 256
+LONGEST_DEADLINE = 120.0
+"""Seconds. What waits and is then read or written is answered within twice as long: hosts lend
+their memory for a few minutes (LMCache for five) and then take it back unasked."""
 LEAST_CAPACITY = 8 * FOLDER_BYTES
 """Folders alone take an eighth of it."""
 
@@ -44,6 +47,10 @@ def parse_object_options(raw: Mapping[str, Any], root: str) -> ObjectOptions:
         raise ConfigError(
             f"capacity: {options.capacity!r} must be at least {LEAST_CAPACITY}: "
             "folders alone take an eighth of that"
+        )
+    if options.io_deadline > LONGEST_DEADLINE:
+        raise ConfigError(
+            f"io_deadline: {options.io_deadline!r} must be at most {LONGEST_DEADLINE:g} seconds"
         )
     for key, threads in (("readers", options.readers), ("writers", options.writers)):
         if not 1 <= threads <= MAX_THREADS:
