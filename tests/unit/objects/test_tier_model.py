@@ -56,8 +56,8 @@ class World:
         self.refuses = 0.01
         """How often the keeper has too many chores."""
         self.trouble_rate = self.chance.choice([0.0, 0.01, 0.05])
-        self.disk: dict[FileName, int] = {}
-        self.other = NAMESPACE_BYTES
+        self.disk: dict[FileName, int] = {file_of(0): FILE}
+        self.other = NAMESPACE_BYTES + FOLDERS
         """Bytes that lie there besides files of objects."""
         self.chores: deque[Chore] = deque()
         self.said: deque[News] = deque()
@@ -184,14 +184,14 @@ class World:
                 return Written(WriteStatus.FAILED, reason=reason)
             existed = part.file in self.disk
             self.disk[part.file] = FILE
-            self.other = NAMESPACE_BYTES + FOLDERS
             return Written(WriteStatus.EXISTED if existed else WriteStatus.WRITTEN, FILE)
         if luck < 2 * self.trouble_rate:
             return Read(ReadStatus.FAILED, FailureReason.IO)
         if part.file not in self.disk:
             return Read(ReadStatus.MISSING)
         if luck < 0.2:
-            del self.disk[part.file]
+            if self.chance.random() < 0.5:  # else it cannot be removed
+                del self.disk[part.file]
             return Read(ReadStatus.DAMAGED, Reason.PAYLOAD)
         return Read(ReadStatus.OK, nbytes=FILE)
 
@@ -249,9 +249,10 @@ class World:
         self.check()
 
     def check(self) -> None:
-        assert sum(self.disk.values()) <= self.capacity
+        assert sum(self.disk.values()) + self.other <= self.capacity
         if self.tier.is_scanned:
-            assert sum(self.disk.values()) <= self.tier.used  # nothing lies there uncounted
+            # Nothing lies there uncounted.
+            assert sum(self.disk.values()) <= self.tier.used - self.other
 
     def settle(self) -> None:
         """All threads go on and nothing fails, until nothing is left to do."""
@@ -278,10 +279,13 @@ def test_any_history(seed: int) -> None:
     assert world.tier.figures["active"] == world.tier.figures["queued_stores"] == 0
     assert not world.tier.is_degraded
 
-    # Whoever locked it has forgotten it; then everything can go.
-    world.now += LOCK_LIFE
+    # Whoever locked it has forgotten it, and a scan has looked.
+    world.now += LOCK_LIFE + 3600
     world.settle()
     assert world.tier.figures["locked"] == 0
+    assert world.tier.objects == len(world.disk)
+    assert world.told.keys() <= world.disk.keys()
+
     delete = Delete([object_id(n) for n in range(NUMBERS)])
     world.tier.delete(delete)
     world.settle()
