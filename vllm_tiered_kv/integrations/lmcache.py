@@ -324,13 +324,12 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             self._trouble.warn("key", "a key of LMCache's cannot be kept: its group or its length")
             return None
         try:
-            view = ObjectMemory(memory)
+            view, layout = ObjectMemory(memory), layout_of(memory)
         except Exception:  # noqa: BLE001 - what has no bytes says so in any way it likes
             self._failures["memory"] += 1
             self._trouble.error("memory", "an object of LMCache's has no bytes in host memory")
             return None
-        namespace = self._names.namespace(name.family, layout_of(memory))
-        return Wanted(name.file(namespace), view)
+        return Wanted(name.file(self._names.namespace(name.family, layout)), view)
 
     def _object_ids(self, keys: Sequence[Any]) -> list[ObjectId]:
         return [name for key in keys if (name := self._names.object_id(key)) is not None]
