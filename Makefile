@@ -20,7 +20,7 @@ demo: venv ## two real vLLM servers, without and with the connector, compared re
 test: venv ## all tests but the slow ones (at most 20 minutes)
 	@$(BIN)/python -m pytest -m 'not slow'
 
-test-full: venv ## all tests, long runs included
+test-full: venv peers-env ## all tests, long runs included
 	@$(BIN)/python -m pytest --timeout=1800
 
 lint: venv ## ruff: rules and formatting
@@ -51,7 +51,7 @@ contract-record: venv ## keep what that release has, and write docs/compatibilit
 	@$(BIN)/python -m tools.contract record $(if $(WHEEL),--wheel '$(WHEEL)',--version '$(VERSION)')
 	@$(BIN)/python -m tools.contract table
 
-peers-env: ## a second environment with the connectors to compare with
+peers-env: ## a second environment, with LMCache: to compare with, and to test our adapter in
 	@PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' tools/peers_env.sh
 
 dist: venv ## sdist and wheel under dist/

@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -28,6 +28,9 @@ _UNITS = {
 _UNITS_BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 _SIZE = re.compile(r"^\s*(\d{1,24}(?:\.\d{1,24})?)\s*([A-Za-z]*)\s*$")
 _MAX_SIZE = 1 << 60
+_CONNECTOR = "kv_connector_extra_config"
+
+_O = TypeVar("_O", bound=msgspec.Struct)
 
 
 class ConfigError(ValueError):
@@ -83,11 +86,11 @@ class CpuOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What goes first."""
 
 
-class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The disk tier."""
+class FolderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A folder that chunks are kept in."""
 
     path: str
-    """The folder; absolute. Several engines may name the same one."""
+    """The folder; absolute. Several processes may name the same one."""
     capacity: Size
     """Bytes the whole folder may hold, whoever wrote them."""
     min_free: Size = Size(1 << 30)
@@ -97,15 +100,20 @@ class DiskOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     low_water: float = 0.9
     """Share of the capacity down to which they are."""
     shared: bool = False
-    """Find also what other engines write after this one has started."""
+    """Find also what other processes write after this one has started."""
     eviction: Eviction = Eviction.LRU
     """What goes first."""
+    io_deadline: float = 30.0
+    """Seconds after which an I/O call counts as hung and the folder is left alone for a while."""
+
+
+class DiskOptions(FolderOptions, frozen=True, forbid_unknown_fields=True):
+    """The disk tier."""
+
     min_tokens: int = 0
     """Prompts shorter than this are not written."""
     store_after: int = 1
     """Write a chunk the n-th time it is seen."""
-    io_deadline: float = 30.0
-    """Seconds after which an I/O call counts as hung and the tier is left alone for a while."""
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,16 +138,13 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
     Raises:
         ConfigError: naming the key, the value and the nearest valid key.
     """
-    _refuse_unknown_keys(raw, Options, "")
+    _refuse_unknown_keys(raw, Options, "", _CONNECTOR)
     if raw.get("cpu") is None and raw.get("disk") is None:
         raise ConfigError(
             "kv_connector_extra_config: no tier is configured; give at least "
             '{"cpu": {"capacity": "32GiB"}} or {"disk": {"path": "/mnt/kv", "capacity": "500GiB"}}'
         )
-    try:
-        options = msgspec.convert(dict(raw), Options, dec_hook=_decode)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_explain(error, raw)) from None
+    options = decode_options(raw, Options, _CONNECTOR)
     if options.chunk_tokens is not None and options.chunk_tokens <= 0:
         raise ConfigError(f"chunk_tokens: {options.chunk_tokens!r} must be positive")
     if not 0 < options.load_deadline <= 3600:
@@ -151,24 +156,57 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
     return options
 
 
-def _check_disk(disk: DiskOptions) -> None:
-    if not Path(disk.path).is_absolute() or "\0" in disk.path:
-        raise ConfigError(f"disk.path: {disk.path!r} must be an absolute path")
-    if not 0 < disk.high_water <= 1:
-        raise ConfigError(f"disk.high_water: {disk.high_water!r} must be above 0 and at most 1")
-    if not 0 < disk.low_water <= disk.high_water:
+def decode_options(raw: Mapping[str, Any], kind: type[_O], root: str) -> _O:
+    """Convert options to a struct.
+
+    Args:
+        raw: what was given.
+        kind: the struct.
+        root: what the whole of ``raw`` is called.
+
+    Raises:
+        ConfigError: naming the key, the value and the nearest valid key.
+    """
+    _refuse_unknown_keys(raw, kind, "", root)
+    try:
+        return msgspec.convert(dict(raw), kind, dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(error, raw, root)) from None
+
+
+def check_folder(folder: FolderOptions, prefix: str = "") -> None:
+    """Refuse values that fit their types and nothing else.
+
+    Args:
+        folder: the options.
+        prefix: what precedes their keys.
+
+    Raises:
+        ConfigError: naming the key and the value.
+    """
+    if not Path(folder.path).is_absolute() or "\0" in folder.path:
+        raise ConfigError(f"{prefix}path: {folder.path!r} must be an absolute path")
+    if not 0 < folder.high_water <= 1:
         raise ConfigError(
-            f"disk.low_water: {disk.low_water!r} must be above 0 and at most disk.high_water, "
-            f"{disk.high_water!r}"
+            f"{prefix}high_water: {folder.high_water!r} must be above 0 and at most 1"
         )
+    if not 0 < folder.low_water <= folder.high_water:
+        raise ConfigError(
+            f"{prefix}low_water: {folder.low_water!r} must be above 0 and at most "
+            f"{prefix}high_water, {folder.high_water!r}"
+        )
+    if not 0.1 <= folder.io_deadline <= 3600:
+        raise ConfigError(
+            f"{prefix}io_deadline: {folder.io_deadline!r} must be from 0.1 to 3600 seconds"
+        )
+
+
+def _check_disk(disk: DiskOptions) -> None:
+    check_folder(disk, "disk.")
     if not 0 <= disk.min_tokens <= 1 << 30:
         raise ConfigError(f"disk.min_tokens: {disk.min_tokens!r} must be from 0 to {1 << 30}")
     if not 1 <= disk.store_after <= 15:
         raise ConfigError(f"disk.store_after: {disk.store_after!r} must be from 1 to 15")
-    if not 0.1 <= disk.io_deadline <= 3600:
-        raise ConfigError(
-            f"disk.io_deadline: {disk.io_deadline!r} must be from 0.1 to 3600 seconds"
-        )
 
 
 def _decode(kind: type, value: object) -> object:
@@ -177,9 +215,9 @@ def _decode(kind: type, value: object) -> object:
     raise NotImplementedError(f"no decoder for {kind}")
 
 
-def _refuse_unknown_keys(raw: object, kind: type, path: str) -> None:
+def _refuse_unknown_keys(raw: object, kind: type, path: str, root: str) -> None:
     if not isinstance(raw, Mapping):
-        where = path or "kv_connector_extra_config"
+        where = path or root
         raise ConfigError(f"{where}: expected an object, got {raw!r}")
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for key, value in raw.items():
@@ -191,7 +229,7 @@ def _refuse_unknown_keys(raw: object, kind: type, path: str) -> None:
             )
         nested = _struct(fields[key])
         if nested is not None and value is not None:
-            _refuse_unknown_keys(value, nested, name)
+            _refuse_unknown_keys(value, nested, name, root)
 
 
 def _struct(kind: Any) -> type[msgspec.Struct] | None:
@@ -214,7 +252,7 @@ def _nearest(name: str, path: str, fields: Mapping[str, Any]) -> str:
     return repr((path + "." if path else "") + near[0])
 
 
-def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
+def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any], root: str) -> str:
     """Put the offending key and value before msgspec's reason."""
     text = str(error)
     reason, _, where = text.partition(" - at `$")
@@ -226,7 +264,7 @@ def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
         return f"{f'{path}.' if path else ''}{missing[1]}: required, but not given"
     if reason.startswith("Invalid enum value"):
         reason = "expected one of " + ", ".join(each.value for each in Eviction)
-    return f"{path or 'kv_connector_extra_config'}: {value!r} is not valid: {reason}"
+    return f"{path or root}: {value!r} is not valid: {reason}"
 
 
 def memory_limit() -> int:

@@ -12,26 +12,34 @@ def get_logger(module: str) -> logging.Logger:
     return logging.getLogger("vllm." + module.removeprefix("vllm_"))
 
 
-_LINE = "tiered-kv: %s (said once; counted in vllm:tiered_kv_failures_total, kind %r)"
+_LINE = "tiered-kv: %s (said once; counted in %s, kind %r)"
 
 
 class OncePerKind:
-    """Warns the first time a kind of failure is seen."""
+    """Warns the first time a kind of failure is seen.
 
-    def __init__(self, logger: logging.Logger) -> None:
+    Args:
+        logger: takes the lines.
+        counted: where all of them are counted.
+    """
+
+    def __init__(
+        self, logger: logging.Logger, counted: str = "vllm:tiered_kv_failures_total"
+    ) -> None:
         self._logger = logger
+        self._counted = counted
         self._seen: set[str] = set()
         self._lock = threading.Lock()
 
     def warn(self, kind: str, message: str) -> None:
         """Log a failure without a traceback."""
         if self._first(kind):
-            self._logger.warning(_LINE, message, kind)
+            self._logger.warning(_LINE, message, self._counted, kind)
 
     def error(self, kind: str, message: str) -> None:
         """Log the exception being handled with its traceback."""
         if self._first(kind):
-            self._logger.exception(_LINE, message, kind)
+            self._logger.exception(_LINE, message, self._counted, kind)
 
     def _first(self, kind: str) -> bool:
         with self._lock:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import enum
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from tools.serving import lmcache
 
 
 class Arm(str, enum.Enum):
@@ -51,7 +52,7 @@ PEERS = (Arm.EXAMPLE, Arm.LMCACHE)
 DISK_PEERS = (Arm.EXAMPLE, Arm.LMCACHE_FS, Arm.LMCACHE_FS_NATIVE)
 WITH_LMCACHE = frozenset({Arm.LMCACHE, Arm.LMCACHE_FS, Arm.LMCACHE_FS_NATIVE})
 _L2 = {Arm.LMCACHE_FS: "fs", Arm.LMCACHE_FS_NATIVE: "fs_native"}
-PEERS_ENVIRONMENT = Path(".venv-peers")
+PEERS_ENVIRONMENT = lmcache.PEERS_PYTHON.parent.parent
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -72,7 +73,7 @@ class Setup(msgspec.Struct, frozen=True):
 def interpreter(arm: Arm) -> Path:
     """The Python that has the arm's packages."""
     if arm in WITH_LMCACHE:
-        return PEERS_ENVIRONMENT.absolute() / "bin" / "python"
+        return lmcache.PEERS_PYTHON.absolute()
     return Path(sys.executable)
 
 
@@ -99,24 +100,19 @@ def connector(arm: Arm, setup: Setup, lmcache_port: int) -> dict[str, Any] | Non
     if arm is Arm.EXAMPLE:
         return _transfer_config("ExampleConnector", {"shared_storage_path": str(folder)})
     if arm in WITH_LMCACHE:
-        extra: dict[str, Any] = {
-            "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": lmcache_port,
-            "lmcache.mp.mp_transfer_mode": "lmcache_driven",
-        }
-        return _transfer_config("LMCacheMPConnector", extra)
-    extra = {"cpu": {"capacity": f"{setup.capacity_gib}GiB"}}
+        return lmcache.connector(lmcache_port)
+    extra: dict[str, Any] = {"cpu": {"capacity": f"{setup.capacity_gib}GiB"}}
     if folder is not None:
         extra["disk"] = {"path": str(folder), "capacity": f"{setup.disk_gib}GiB"}
     return _transfer_config("TieredKVConnector", extra) | {"kv_load_failure_policy": "recompute"}
 
 
-def l2_adapter(arm: Arm, setup: Setup) -> str | None:
-    """LMCache's ``--l2-adapter``; None for an arm without files."""
+def l2_adapters(arm: Arm, setup: Setup) -> tuple[dict[str, Any], ...]:
+    """LMCache's ``--l2-adapter``, one each; none for an arm without files."""
     kind = _L2.get(arm)
     if kind is None:
-        return None
-    return json.dumps({"type": kind, "base_path": str(files_folder(arm, setup))})
+        return ()
+    return ({"type": kind, "base_path": str(files_folder(arm, setup))},)
 
 
 def _transfer_config(name: str, extra: dict[str, Any]) -> dict[str, Any]:

@@ -83,13 +83,17 @@ class Server:
         spec: what to serve.
         log: file for everything it prints, replaced if there.
         timeout_s: time it may take to become healthy.
+        python: an interpreter of the environment that vLLM is in, if it is not this one's.
 
     Raises:
         ServerFailed: it ended or was not healthy in time. Nothing is left running.
     """
 
-    def __init__(self, spec: ServeSpec, log: Path, *, timeout_s: float = 240.0) -> None:
+    def __init__(
+        self, spec: ServeSpec, log: Path, *, timeout_s: float = 240.0, python: Path | None = None
+    ) -> None:
         self.spec = spec
+        self._python = python
         self.log = log
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -102,7 +106,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **ENVIRONMENT, **dict(spec.env)},
                 start_new_session=True,  # a process group of its own, to be ended as a whole
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
         try:
             self._wait_healthy(timeout_s)
@@ -158,7 +162,10 @@ class Server:
 
     def _command(self) -> list[str]:
         script = Path(sys.executable).with_name("vllm")
-        command = [str(script)] if script.exists() else [sys.executable, "-m", _VLLM_CLI]
+        if self._python is not None:
+            command = [str(self._python.absolute()), "-m", _VLLM_CLI]
+        else:
+            command = [str(script)] if script.exists() else [sys.executable, "-m", _VLLM_CLI]
         command += ["serve", self.spec.model, "--host", "127.0.0.1", "--port", str(self.port)]
         command += self.spec.args
         if self.spec.kv_transfer_config is not None:
@@ -201,6 +208,6 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _end_with_parent() -> None:
-    """Ask the kernel to end the server when this process dies without having stopped it."""
+def end_with_parent() -> None:
+    """Ask the kernel to end a child when this process dies without having stopped it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -150,6 +150,10 @@ class Catalogue:
         """Chunks of ours, given tail first, are as new as what was used or written last."""
         self._policy.renew([key for key in keys if key in self._own])
 
+    def touch(self, names: Iterable[FileName]) -> None:
+        """Files of any namespace were used; a prefix is given whole, tail first."""
+        self._policy.use([self._key(name) for name in names if self._get(name) is not None])
+
     def forget(self, name: FileName) -> int:
         """A file is gone; returns the bytes it took, 0 if it was not here."""
         chunk = self._get(name)
@@ -197,9 +201,22 @@ class Catalogue:
         chunk = self._get(name)
         return chunk is not None and bool(chunk.parts & file_bit(name.rank, name.group))
 
+    def names(self) -> Iterator[FileName]:
+        """Every file, in no order."""
+        for key, chunk in self._own.items():
+            yield from files_of(ChunkName(self._namespace, key), chunk.parts)
+        for name, chunk in self._others.items():
+            yield from files_of(name, chunk.parts)
+
+    def size(self, name: FileName) -> int:
+        """Bytes of a file that is here."""
+        return self._size_of(name)
+
     # -- who goes ----------------------------------------------------------------------
 
-    def victims(self, nbytes: int, limit: int, spared: Collection[bytes] = ()) -> list[FileName]:
+    def victims(
+        self, nbytes: int, limit: int, spared: Collection[PolicyKey] = ()
+    ) -> list[FileName]:
         """Files to remove so that so many bytes are free: whole chunks, no longer offered.
 
         They are out of the order of eviction, and counted until :meth:`forget` is told of each.
@@ -207,7 +224,7 @@ class Catalogue:
         Args:
             nbytes: to be freed.
             limit: files; the last chunk may go beyond it.
-            spared: chunks of ours that stay for now.
+            spared: chunks that stay for now.
         """
         files: list[FileName] = []
         skipped: list[PolicyKey] = []
@@ -216,10 +233,10 @@ class Catalogue:
             if key is None:
                 break
             self._policy.evict(key)
-            if isinstance(key, bytes) and key in spared:
+            if key in spared:
                 skipped.append(key)
                 continue
-            name = ChunkName(self._namespace, key) if isinstance(key, bytes) else key
+            name = self._name(key)
             chunk = self._get(name)
             if chunk is None:
                 continue
@@ -227,7 +244,7 @@ class Catalogue:
             nbytes -= chunk.nbytes + ENTRY_BYTES * chunk.parts.bit_count()
             files.extend(files_of(name, chunk.parts))
         for key in skipped:
-            if isinstance(key, bytes) and (chunk := self._own.get(key)) is not None:
+            if (chunk := self._get(self._name(key))) is not None:
                 self._policy.add(key, Item(chunk.nbytes, self._chunk_tokens, 0))
         return files
 
@@ -384,6 +401,9 @@ class Catalogue:
         if name.namespace == self._namespace:
             return name.key
         return ChunkName(name.namespace, name.key)
+
+    def _name(self, key: PolicyKey) -> ChunkName:
+        return ChunkName(self._namespace, key) if isinstance(key, bytes) else key
 
     def _get(self, name: FileName | ChunkName) -> _Chunk | None:
         if name.namespace == self._namespace:

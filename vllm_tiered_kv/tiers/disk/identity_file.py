@@ -18,14 +18,17 @@ from vllm_tiered_kv.tiers.disk.folders import open_folder, open_root
 from vllm_tiered_kv.tiers.disk.names import IDENTITY_FILE, temp_file, valid_namespace
 from vllm_tiered_kv.tiers.disk.transfer import transfer
 
+MAX_IDENTITY = 1 << 18
+"""Bytes of such a file that are read."""
+
 
 def write_identity(
     files: Files, root: Path, namespace: str, facts: Mapping[str, object]
 ) -> FailureReason | None:
     """Puts `facts` as JSON into the namespace's folder, which is made if need be.
 
-    Never raises OSError. The file is replaced as a whole; nothing reads it, so that a folder which
-    has its name is left there.
+    Never raises OSError. The file is replaced as a whole; it names things, and decides nothing. A
+    folder which has its name is left there.
 
     Returns:
         None, or why there is no such file now.
@@ -47,6 +50,25 @@ def write_identity(
             return None
         except OSError as error:
             return reason_of(error)
+    return None
+
+
+def read_identity(files: Files, root: Path, namespace: str) -> bytes | None:
+    """What the file holds; None where there is none that can be read. Never raises OSError."""
+    if not valid_namespace(namespace):
+        return None
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+        top = open_root(files, root)
+        opened.callback(_close, files, top)
+        folder = open_folder(files, namespace, top)
+        opened.callback(_close, files, folder)
+        fd = files.open(IDENTITY_FILE, flags, dir_fd=folder)
+        opened.callback(_close, files, fd)
+        nbytes = files.fstat(fd).st_size
+        content = memoryview(bytearray(min(nbytes, MAX_IDENTITY)))
+        if 0 < nbytes <= MAX_IDENTITY and transfer(files.preadv, fd, [content]):
+            return bytes(content)
     return None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
 from vllm_tiered_kv.tiers.disk.chores import BATCH, Chore, Remove, Removed
-from vllm_tiered_kv.tiers.disk.entries import FileName
+from vllm_tiered_kv.tiers.disk.entries import FileName, PolicyKey
 from vllm_tiered_kv.tiers.disk.quota import Quota
 
 
@@ -44,12 +44,12 @@ class Removal:
         """Whether any of these files is being removed."""
         return bool(self._leaving) and any(name in self._leaving for name in names)
 
-    def make_room(self, coming: int, writing: Collection[bytes]) -> None:
+    def make_room(self, coming: int, writing: Collection[PolicyKey]) -> None:
         """Have chunks evicted where the folder or the file system is too full.
 
         Args:
             coming: bytes that wait for room.
-            writing: chunks that are being written; they stay for now.
+            writing: chunks that are being written or held; they stay for now.
         """
         if self._leaving:
             return
@@ -68,6 +68,10 @@ class Removal:
     def remove_all_distrusted(self) -> None:
         """Have it removed at once, also what is being removed: nothing is heard of it any more."""
         self._remove(self._catalogue.distrusted(self._catalogue.files))
+
+    def remove(self, files: Sequence[FileName]) -> None:
+        """Have files removed, whatever their turn; those already on their way out are left out."""
+        self._remove([name for name in files if name not in self._leaving])
 
     def _remove(self, files: Sequence[FileName]) -> None:
         for i in range(0, len(files), BATCH):

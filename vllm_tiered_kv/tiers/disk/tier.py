@@ -105,7 +105,7 @@ class DiskTier:
             trouble=trouble,
             clock=clock,
         )
-        self._uses = Uses()
+        self._uses: Uses[bytes] = Uses()
         self._namespace = ""
         self._ranks = Ranks(settings.ranks, send)
         self._closed = False
