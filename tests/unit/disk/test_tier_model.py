@@ -16,6 +16,7 @@ from vllm_tiered_kv.bits import bits_of
 from vllm_tiered_kv.tiers.disk.chores import Remove
 from vllm_tiered_kv.tiers.disk.entries import FileName
 from vllm_tiered_kv.tiers.disk.orders import OrderResult, Outcome, RankReport
+from vllm_tiered_kv.tiers.disk.settings import FOLDER_BYTES
 
 STEPS = 80
 NUMBERS = range(31)
@@ -206,7 +207,8 @@ class History:
     # -- what holds --------------------------------------------------------------------
 
     def check(self) -> None:
-        bench, capacity = self.bench, self.bench.settings.capacity
+        bench = self.bench
+        capacity = bench.settings.capacity - FOLDER_BYTES * bench.settings.ranks
         self.seen["recovered"] += self.was_degraded and not bench.tier.is_degraded
         self.was_degraded = bench.tier.is_degraded
         self.fits = self.fits or bench.tier.used <= capacity  # it was so when the engine started
