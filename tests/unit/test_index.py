@@ -297,6 +297,13 @@ class IndexMachine(RuleBasedStateMachine):
         self.watcher.nodes = self.index._nodes
 
     @invariant()
+    def the_policy_knows_what_each_chunk_takes(self) -> None:
+        entries = getattr(self.index._policy, "_entries", {})
+        for node, entry in entries.items():
+            if hasattr(entry, "nbytes"):
+                assert entry.nbytes == node.num_slots
+
+    @invariant()
     def slots_have_one_owner(self) -> None:
         owners = {id(n): n for n in (*self.index._nodes.values(), *self.held)}
         slots = [s for n in owners.values() for s in n.slots if s != ABSENT]

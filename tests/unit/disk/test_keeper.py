@@ -205,3 +205,13 @@ def test_what_is_made_is_for_its_owner_alone(bench: Bench, tmp_path: Path) -> No
     assert len(made) == 6
     assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
     assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
+
+
+def test_a_scan_removes_what_was_left_behind(bench: Bench, tmp_path: Path) -> None:
+    folder = tmp_path / NAMESPACE / "r0" / "tmp"
+    folder.mkdir(parents=True)
+    (folder / "left.tmp").write_bytes(bytes(1000))
+    bench.keeper._leftovers.has = lambda temp: temp.name == "left.tmp"  # type: ignore[method-assign]
+    (folder / "young.tmp").write_bytes(bytes(1000))
+    assert bench.ask(SCAN, ScanEnded).other_bytes == PAGE + 1000
+    assert [path.name for path in folder.iterdir()] == ["young.tmp"]
