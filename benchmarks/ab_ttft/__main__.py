@@ -17,13 +17,13 @@ import msgspec
 
 from benchmarks._report import FOLDER, Report
 from benchmarks.ab_ttft import conditions, markdown, plot
-from benchmarks.ab_ttft.arms import Arm, Setup, missing
+from benchmarks.ab_ttft.arms import IN_MEMORY, Arm, Setup, missing
 from benchmarks.ab_ttft.client import BenchmarkFailed
 from benchmarks.ab_ttft.floor import kv_bytes_per_token
 from benchmarks.ab_ttft.measure import FULL, QUICK, TAIL_TOKENS, Measured, Run, Workload
 from benchmarks.ab_ttft.results import summarise
 from benchmarks.ab_ttft.rows import rows
-from benchmarks.ab_ttft.servers import running
+from benchmarks.ab_ttft.servers import empty_folder, running, serve_args
 from tools.serving import ServerFailed
 from tools.tinymodels import build_model
 
@@ -43,8 +43,10 @@ def main() -> int:
         model=model,
         work=FOLDER.parent / NAME,
         capacity_gib=args.capacity,
-        longest=max(workload.lengths) + TAIL_TOKENS,
-        round_tokens=sum(workload.lengths) + len(workload.lengths) * TAIL_TOKENS,
+        serve_args=serve_args(
+            longest=max(workload.lengths) + TAIL_TOKENS,
+            held=sum(workload.lengths) + len(workload.lengths) * TAIL_TOKENS,
+        ),
     )
     token_bytes = kv_bytes_per_token(model)
     try:
@@ -57,7 +59,7 @@ def main() -> int:
         return 1
     results = summarise(measured)
     text = conditions.describe(arms, workload, args.capacity, token_bytes)
-    if workload != FULL or arms != list(Arm):
+    if workload != FULL or arms != list(IN_MEMORY):
         text = f"{conditions.PARTIAL_MARK}: {text}"
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{NAME}_samples.json").write_bytes(msgspec.json.encode(measured))
@@ -83,6 +85,7 @@ def _measure(arms: list[Arm], setup: Setup, workload: Workload, token_bytes: int
         engines = {}
         for arm in arms:
             progress(f"starting {arm.label}")
+            stack.enter_context(empty_folder(arm, setup))
             engines[arm] = stack.enter_context(running(arm, setup))
         run = Run(engines, workload, model=str(setup.model), token_bytes=token_bytes)
         progress("warming up")
@@ -101,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="two lengths, fewer repeats")
-    parser.add_argument("--arms", type=_arms, default=list(Arm), help="such as none,ours")
+    parser.add_argument("--arms", type=_arms, default=list(IN_MEMORY), help="such as none,ours")
     parser.add_argument("--lengths", type=_lengths, help="prompt lengths, such as 512,2048")
     parser.add_argument("--rounds", type=int, help="rounds of all arms")
     parser.add_argument("--pairs", type=int, help="further cold pairs a length")
@@ -141,7 +144,7 @@ def _update_readme(readme: Path, table: Path) -> int:
         text = table.read_text(encoding="utf-8")
         if conditions.PARTIAL_MARK in text:
             raise ValueError(f"{table} is not of a full run of all arms")
-        markdown.update_readme(readme, text)
+        markdown.update(readme, NAME, text)
     except (OSError, ValueError) as error:
         _say(f"README not updated: {error}")
         return 1

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ class Arm(str, enum.Enum):
     LMCACHE = "lmcache"
     """LMCache in server mode, its KV in shared memory."""
     OURS = "ours"
+    LMCACHE_FS = "lmcache-fs"
+    """The same, with files behind it."""
+    LMCACHE_FS_NATIVE = "lmcache-fs_native"
+    """The same, the files read and written by its compiled part."""
+    OURS_DISK = "ours-disk"
+    """With a disk tier behind the CPU tier."""
 
     @property
     def label(self) -> str:
@@ -32,8 +39,18 @@ _LABELS = {
     Arm.EXAMPLE: "ExampleConnector",
     Arm.LMCACHE: "LMCache",
     Arm.OURS: "TieredKVConnector",
+    Arm.LMCACHE_FS: "LMCache fs",
+    Arm.LMCACHE_FS_NATIVE: "LMCache fs_native",
+    Arm.OURS_DISK: "TieredKVConnector",
 }
+IN_MEMORY = (Arm.NONE, Arm.EXAMPLE, Arm.LMCACHE, Arm.OURS)
+"""What is compared while all servers stay up."""
+ON_DISK = (Arm.NONE, Arm.EXAMPLE, Arm.LMCACHE_FS, Arm.LMCACHE_FS_NATIVE, Arm.OURS_DISK)
+"""What is compared after a restart."""
 PEERS = (Arm.EXAMPLE, Arm.LMCACHE)
+DISK_PEERS = (Arm.EXAMPLE, Arm.LMCACHE_FS, Arm.LMCACHE_FS_NATIVE)
+WITH_LMCACHE = frozenset({Arm.LMCACHE, Arm.LMCACHE_FS, Arm.LMCACHE_FS_NATIVE})
+_L2 = {Arm.LMCACHE_FS: "fs", Arm.LMCACHE_FS_NATIVE: "fs_native"}
 PEERS_ENVIRONMENT = Path(".venv-peers")
 
 
@@ -43,18 +60,18 @@ class Setup(msgspec.Struct, frozen=True):
     model: Path
     """Model folder."""
     work: Path
-    """Folder for logs and for what ExampleConnector writes."""
+    """Folder for logs and for what arms keep on disk."""
     capacity_gib: int
     """Host memory of the CPU tier, ours and LMCache's alike."""
-    longest: int
-    """Tokens of the longest prompt."""
-    round_tokens: int
-    """Tokens of all prompts of a round, which the device cache holds together."""
+    serve_args: tuple[str, ...]
+    """Further arguments of every ``vllm serve``."""
+    disk_gib: int = 16
+    """Our disk tier's capacity; the peers' files have no limit."""
 
 
 def interpreter(arm: Arm) -> Path:
     """The Python that has the arm's packages."""
-    if arm is Arm.LMCACHE:
+    if arm in WITH_LMCACHE:
         return PEERS_ENVIRONMENT.absolute() / "bin" / "python"
     return Path(sys.executable)
 
@@ -66,27 +83,40 @@ def missing(arm: Arm) -> str | None:
     return f"{PEERS_ENVIRONMENT}/ does not exist (`make peers-env` makes it)"
 
 
-def example_folder(setup: Setup) -> Path:
-    """Where ExampleConnector keeps its files."""
-    return setup.work / "example"
+def files_folder(arm: Arm, setup: Setup) -> Path | None:
+    """Where the arm keeps its files; None for an arm that keeps none."""
+    if arm in (Arm.NONE, Arm.LMCACHE, Arm.OURS):
+        return None
+    folder: Path = setup.work / "files" / arm.value
+    return folder.absolute()
 
 
 def connector(arm: Arm, setup: Setup, lmcache_port: int) -> dict[str, Any] | None:
     """The arm's ``--kv-transfer-config``; None for no connector."""
     if arm is Arm.NONE:
         return None
+    folder = files_folder(arm, setup)
     if arm is Arm.EXAMPLE:
-        extra: dict[str, Any] = {"shared_storage_path": str(example_folder(setup).absolute())}
-        return _transfer_config("ExampleConnector", extra)
-    if arm is Arm.LMCACHE:
-        extra = {
+        return _transfer_config("ExampleConnector", {"shared_storage_path": str(folder)})
+    if arm in WITH_LMCACHE:
+        extra: dict[str, Any] = {
             "lmcache.mp.host": "tcp://127.0.0.1",
             "lmcache.mp.port": lmcache_port,
             "lmcache.mp.mp_transfer_mode": "lmcache_driven",
         }
         return _transfer_config("LMCacheMPConnector", extra)
     extra = {"cpu": {"capacity": f"{setup.capacity_gib}GiB"}}
+    if folder is not None:
+        extra["disk"] = {"path": str(folder), "capacity": f"{setup.disk_gib}GiB"}
     return _transfer_config("TieredKVConnector", extra) | {"kv_load_failure_policy": "recompute"}
+
+
+def l2_adapter(arm: Arm, setup: Setup) -> str | None:
+    """LMCache's ``--l2-adapter``; None for an arm without files."""
+    kind = _L2.get(arm)
+    if kind is None:
+        return None
+    return json.dumps({"type": kind, "base_path": str(files_folder(arm, setup))})
 
 
 def _transfer_config(name: str, extra: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class BenchmarkFailed(RuntimeError):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """One completion of one token."""
+    """One completion."""
 
     seconds: float
     """From sending the request to the end of the response."""
@@ -33,13 +33,13 @@ class Answer(msgspec.Struct, frozen=True):
     """Prompt tokens not computed, by the server's own account."""
 
 
-def completion_body(model: str, prompt: Sequence[int]) -> bytes:
-    """The request for one token after ``prompt``, encoded before the clock runs."""
+def completion_body(model: str, prompt: Sequence[int], tokens: int = 1) -> bytes:
+    """The request for so many tokens after ``prompt``, encoded before the clock runs."""
     return msgspec.json.encode(
         {
             "model": model,
             "prompt": prompt,
-            "max_tokens": 1,
+            "max_tokens": tokens,
             "temperature": 0.0,
             "ignore_eos": True,
             "add_special_tokens": False,

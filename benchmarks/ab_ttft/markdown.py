@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.ab_ttft.arms import PEERS, Arm
+from benchmarks.ab_ttft.arms import IN_MEMORY, PEERS, Arm
+from benchmarks.ab_ttft.cells import number, ratio, table, times
 from benchmarks.ab_ttft.results import LengthResult
-from benchmarks.ab_ttft.stats import Summary
 
 _HIT_TITLE = (
     "A prompt whose KV is in the connector's tier and no longer on the device; beside it the "
@@ -22,13 +22,12 @@ _COST_TITLE = (
     "Processor time of a cold prompt in ms, all processes of the arm, with what they do after "
     "the answer:"
 )
-_BEGIN, _END = "<!-- table:ab_ttft -->", "<!-- /table:ab_ttft -->"
 
 
 def render(results: Sequence[LengthResult], conditions: str) -> str:
     """Three tables and what they were measured on."""
     hit_arms = [arm for arm in (Arm.OURS, *PEERS) if any(arm in r.hit for r in results)]
-    cold_arms = [arm for arm in Arm if any(arm in r.cold for r in results)]
+    cold_arms = [arm for arm in IN_MEMORY if any(arm in r.cold for r in results)]
     parts = [
         "Time to first token in ms, median (smallest to largest).",
         _HIT_TITLE,
@@ -42,19 +41,20 @@ def render(results: Sequence[LengthResult], conditions: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def update_readme(readme: Path, table: str) -> None:
-    """Put ``table`` between the two markers of ``readme``; the second one is added if need be.
+def update(document: Path, name: str, content: str) -> None:
+    """Put ``content`` between the two markers of that name; the second one is added if need be.
 
     Raises:
         ValueError: the first marker is not there.
     """
-    text = readme.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(_BEGIN)
-    if not begin:
-        raise ValueError(f"{readme}: no {_BEGIN}")
-    _, end, after = rest.partition(_END)
-    new = f"{before}{_BEGIN}\n{table}{_END}{after if end else rest}"
-    readme.write_text(new, encoding="utf-8")
+    begin, end = f"<!-- table:{name} -->", f"<!-- /table:{name} -->"
+    text = document.read_text(encoding="utf-8")
+    before, found, rest = text.partition(begin)
+    if not found:
+        raise ValueError(f"{document}: no {begin}")
+    _, closed, after = rest.partition(end)
+    new = f"{before}{begin}\n{content}{end}{after if closed else rest}"
+    document.write_text(new, encoding="utf-8")
 
 
 def _hit_table(results: Sequence[LengthResult], arms: Sequence[Arm]) -> str:
@@ -62,13 +62,13 @@ def _hit_table(results: Sequence[LengthResult], arms: Sequence[Arm]) -> str:
     header = ["prompt tokens", "computed again", *(arm.label for arm in arms), "floor"]
     rows = []
     for result in results:
-        cells = [f"{result.tokens:,}", _time(result.cold.get(Arm.NONE))]
-        cells += [_time(result.hit.get(arm)) for arm in arms]
-        cells += [_number(result.floor)]
+        cells = [f"{result.tokens:,}", times(result.cold.get(Arm.NONE))]
+        cells += [times(result.hit.get(arm)) for arm in arms]
+        cells += [number(result.floor)]
         if ours:
-            cells += [_ratio(result.floor_ratio.get(Arm.OURS))]
+            cells += [ratio(result.floor_ratio.get(Arm.OURS))]
         rows.append(cells)
-    return _table([*header, "ours / floor"] if ours else header, rows)
+    return table([*header, "ours / floor"] if ours else header, rows)
 
 
 def _cold_table(results: Sequence[LengthResult], arms: Sequence[Arm]) -> str:
@@ -77,11 +77,11 @@ def _cold_table(results: Sequence[LengthResult], arms: Sequence[Arm]) -> str:
     header += [f"{arm.label}, ratio" for arm in compared]
     rows = [
         [f"{result.tokens:,}"]
-        + [_time(result.cold.get(arm)) for arm in arms]
-        + [_ratio(result.cold_ratio.get(arm)) for arm in compared]
+        + [times(result.cold.get(arm)) for arm in arms]
+        + [ratio(result.cold_ratio.get(arm)) for arm in compared]
         for result in results
     ]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _cost_table(results: Sequence[LengthResult], arms: Sequence[Arm]) -> str:
@@ -92,36 +92,11 @@ def _cost_table(results: Sequence[LengthResult], arms: Sequence[Arm]) -> str:
         header += ["our hooks, scheduler", "our hooks, worker"]
     rows = []
     for result in results:
-        cells = [f"{result.tokens:,}"] + [_time(result.cold_cpu.get(arm)) for arm in arms]
+        cells = [f"{result.tokens:,}"] + [times(result.cold_cpu.get(arm)) for arm in arms]
         if with_hooks:
             cells += [_hook(result.hooks, half) for half in ("scheduler", "worker")]
         rows.append(cells)
-    return _table(header, rows)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---:"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _missing_or(show: Callable[[Summary], str], value: Summary | None) -> str:
-    return show(value) if value is not None else "-"
-
-
-def _time(value: Summary | None) -> str:
-    return _missing_or(
-        lambda v: f"{_number(v.median)} ({_number(v.low)} to {_number(v.high)})", value
-    )
-
-
-def _ratio(value: Summary | None) -> str:
-    return _missing_or(lambda v: f"{v.median:.3f} ({v.low:.3f} to {v.high:.3f})", value)
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+    return table(header, rows)
 
 
 def _hook(hooks: Mapping[str, float], half: str) -> str:

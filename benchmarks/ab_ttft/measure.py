@@ -146,8 +146,8 @@ class Run:
             yield length
 
     def _round(self, number: int) -> None:
-        arms = _rotated(list(self._engines), number)
-        lengths = _rotated(list(self._workload.lengths), number)
+        arms = rotated(list(self._engines), number)
+        lengths = rotated(list(self._workload.lengths), number)
         bodies = {length: self._prompt(length) for length in lengths}
         for arm in arms:
             for length in lengths:
@@ -193,10 +193,7 @@ class Run:
 
     def _prompt(self, length: int) -> bytes:
         """The request for a prompt that was never sent before."""
-        tokens = self._random.integers(
-            _FIRST_TOKEN_ID, _LAST_TOKEN_ID, size=length + TAIL_TOKENS
-        ).tolist()
-        return completion_body(self._model, tokens)
+        return completion_body(self._model, random_tokens(self._random, length + TAIL_TOKENS))
 
 
 def hook_seconds(metrics: Metrics) -> dict[str, float]:
@@ -223,6 +220,13 @@ def _check(arm: Arm, length: int, phase: Phase, answer: Answer) -> None:
         raise BenchmarkFailed(f"{where}: only {answer.cached_tokens} tokens were cached")
 
 
-def _rotated(items: Sequence[T], by: int) -> list[T]:
+def random_tokens(random: np.random.Generator, count: int) -> list[int]:
+    """Tokens of a prompt that was never sent before."""
+    found: list[int] = random.integers(_FIRST_TOKEN_ID, _LAST_TOKEN_ID, size=count).tolist()
+    return found
+
+
+def rotated(items: Sequence[T], by: int) -> list[T]:
+    """The items, beginning with another one."""
     by %= len(items)
     return [*items[by:], *items[:by]]

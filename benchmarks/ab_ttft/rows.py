@@ -31,37 +31,37 @@ def _of_length(result: LengthResult) -> Iterator[Row]:
     at = f"{result.tokens} tokens"
     held = result.tokens >= GOALS_FROM_TOKENS
     for arm, value in result.cold.items():
-        yield _row(f"cold TTFT, {at}", arm, value, "ms")
+        yield summary_row(f"cold TTFT, {at}", arm, value, "ms")
     for arm, value in result.hit.items():
-        yield _row(f"hit TTFT, {at}", arm, value, "ms")
+        yield summary_row(f"hit TTFT, {at}", arm, value, "ms")
     if result.device is not None:
-        yield _row(f"device hit TTFT, {at}", Arm.NONE, result.device, "ms")
-    yield _row(f"memcpy of the KV, {at}", None, result.memcpy, "ms")
+        yield summary_row(f"device hit TTFT, {at}", Arm.NONE, result.device, "ms")
+    yield summary_row(f"memcpy of the KV, {at}", None, result.memcpy, "ms")
     if result.floor is not None:
-        yield _exact(f"floor, {at}", None, result.floor, "ms")
+        yield exact_row(f"floor, {at}", None, result.floor, "ms")
     for arm, value in result.cold_ratio.items():
         goal = COLD_RATIO_GOAL if arm is Arm.OURS else None
-        yield _row(f"cold TTFT / none, {at}", arm, value, "x", goal)
+        yield summary_row(f"cold TTFT / none, {at}", arm, value, "x", goal)
     for arm, value in result.floor_ratio.items():
         goal = FLOOR_RATIO_GOAL if arm is Arm.OURS and held else None
-        yield _row(f"hit TTFT / floor, {at}", arm, value, "x", goal)
+        yield summary_row(f"hit TTFT / floor, {at}", arm, value, "x", goal)
     for peer, value in result.hit_ratio.items():
         goal = PEER_RATIO_GOAL if held else None
-        yield _row(f"hit TTFT / {peer.value}, {at}", Arm.OURS, value, "x", goal)
+        yield summary_row(f"hit TTFT / {peer.value}, {at}", Arm.OURS, value, "x", goal)
     for arm, value in result.cold_cpu.items():
-        yield _row(f"CPU of a cold prompt, {at}", arm, value, "ms")
+        yield summary_row(f"CPU of a cold prompt, {at}", arm, value, "ms")
     for arm, value in result.cold_cpu_added.items():
-        yield _row(f"CPU added to a cold prompt, {at}", arm, value, "ms")
+        yield summary_row(f"CPU added to a cold prompt, {at}", arm, value, "ms")
     for arm, value in result.hit_cpu.items():
-        yield _row(f"CPU of a hit, {at}", arm, value, "ms")
+        yield summary_row(f"CPU of a hit, {at}", arm, value, "ms")
     for half, milliseconds in sorted(result.hooks.items()):
-        yield _exact(f"{half} hooks, cold prompt, {at}", Arm.OURS, milliseconds, "ms")
+        yield exact_row(f"{half} hooks, cold prompt, {at}", Arm.OURS, milliseconds, "ms")
     for arm, count in result.misses.items():
-        yield _exact(f"missed hits, {at}", arm, count, "", 0 if arm is Arm.OURS else None)
+        yield exact_row(f"missed hits, {at}", arm, count, "", 0 if arm is Arm.OURS else None)
 
 
 def _of_run(measured: Measured) -> list[Row]:
-    found = [_exact("idle", arm, cores * 100, "% core") for arm, cores in measured.idle.items()]
+    found = [exact_row("idle", arm, cores * 100, "% core") for arm, cores in measured.idle.items()]
     for arm, counted in measured.hit_tokens.items():
         said = sum(
             sample.cached_tokens
@@ -69,11 +69,14 @@ def _of_run(measured: Measured) -> list[Row]:
             if sample.arm is arm and sample.phase is Phase.HIT
         )
         name = "hit tokens: answers' less the counter's"
-        found.append(_exact(name, arm, abs(said - counted), "tokens", 0))
-    return [*found, _exact("requests not at rest after", None, measured.unquiet, "", 0)]
+        found.append(exact_row(name, arm, abs(said - counted), "tokens", 0))
+    return [*found, exact_row("requests not at rest after", None, measured.unquiet, "", 0)]
 
 
-def _row(metric: str, arm: Arm | None, value: Summary, unit: str, goal: float | None = None) -> Row:
+def summary_row(
+    metric: str, arm: Arm | None, value: Summary, unit: str, goal: float | None = None
+) -> Row:
+    """A row whose goal, if any, is an upper limit."""
     return Row(
         metric=metric,
         arm=arm.value if arm is not None else _NO_ARM,
@@ -85,5 +88,8 @@ def _row(metric: str, arm: Arm | None, value: Summary, unit: str, goal: float | 
     )
 
 
-def _exact(metric: str, arm: Arm | None, value: float, unit: str, goal: float | None = None) -> Row:
-    return _row(metric, arm, Summary(value, value, value, 1), unit, goal)
+def exact_row(
+    metric: str, arm: Arm | None, value: float, unit: str, goal: float | None = None
+) -> Row:
+    """A row of a figure that does not vary."""
+    return summary_row(metric, arm, Summary(value, value, value, 1), unit, goal)

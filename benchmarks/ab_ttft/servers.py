@@ -14,7 +14,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.ab_ttft.arms import Arm, Setup, connector, example_folder, interpreter
+from benchmarks.ab_ttft.arms import (
+    WITH_LMCACHE,
+    Arm,
+    Setup,
+    connector,
+    files_folder,
+    interpreter,
+    l2_adapter,
+)
 from benchmarks.ab_ttft.client import Answer, BenchmarkFailed, Connection
 from benchmarks.ab_ttft.cpu import CpuClock
 from tools.serving import Metrics, Server, ServeSpec, compute_cpus
@@ -53,6 +61,10 @@ class Engine:
                 f"{self.arm.label}: {error!r}; {self._server.log}:\n{self._server.tail()}"
             ) from error
 
+    def connect(self) -> Connection:
+        """A further connection, for a client of its own; the caller closes it."""
+        return Connection(self._server.port)
+
     def reset_device_cache(self) -> None:
         self._connection.reset_device_cache()
 
@@ -61,14 +73,30 @@ class Engine:
 
     def discard_files(self) -> None:
         """Drop what the arm wrote to disk, before it is written back while another is timed."""
-        if self.arm is Arm.EXAMPLE:
-            for folder in example_folder(self._setup).iterdir():
-                shutil.rmtree(folder, ignore_errors=True)
+        folder = files_folder(self.arm, self._setup)
+        if folder is not None:
+            for entry in folder.iterdir():
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def empty_folder(arm: Arm, setup: Setup) -> Iterator[None]:
+    """The folder for the arm's files, if it keeps any: new, and gone after the block."""
+    folder = files_folder(arm, setup)
+    if folder is None:
+        yield
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def running(arm: Arm, setup: Setup) -> Iterator[Engine]:
-    """Start an arm; leaving the block ends every process of it.
+    """Start an arm; leaving the block ends every process of it, and leaves its files.
 
     Raises:
         ServerFailed: vLLM did not become healthy.
@@ -80,17 +108,13 @@ def running(arm: Arm, setup: Setup) -> Iterator[Engine]:
         sessions: list[int] = []
         processes: list[int] = []
         port = 0
-        if arm is Arm.EXAMPLE:
-            shutil.rmtree(example_folder(setup), ignore_errors=True)
-            example_folder(setup).mkdir(mode=0o700)
-            stack.callback(shutil.rmtree, example_folder(setup), ignore_errors=True)
-        if arm is Arm.LMCACHE:
+        if arm in WITH_LMCACHE:
             stack.callback(_remove_shared_memory, processes)
             port = free_port()
-            sessions.append(stack.enter_context(_lmcache_server(setup, port)))
+            sessions.append(stack.enter_context(_lmcache_server(arm, setup, port)))
         spec = ServeSpec.make(
             setup.model,
-            _serve_args(setup),
+            setup.serve_args,
             env=_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": compute_cpus()},
             kv_transfer_config=connector(arm, setup, port),
         )
@@ -115,31 +139,40 @@ class _VenvServer(Server):
         return [str(self._python), "-m", "vllm.entrypoints.cli.main", *arguments]
 
 
-def _serve_args(setup: Setup) -> list[str]:
-    length = (setup.longest // _BLOCK_TOKENS + 2) * _BLOCK_TOKENS
-    device_blocks = 2 * (setup.round_tokens + length) // _BLOCK_TOKENS
-    return [
+def serve_args(longest: int, held: int, step: int | None = None) -> tuple[str, ...]:
+    """Arguments of ``vllm serve``.
+
+    Args:
+        longest: tokens of the longest prompt with its answer.
+        held: tokens that the device cache holds together, at least.
+        step: the most tokens of a step; by default a prompt is one step.
+    """
+    length = (longest // _BLOCK_TOKENS + 2) * _BLOCK_TOKENS
+    device_blocks = 2 * (held + length) // _BLOCK_TOKENS
+    return (
         "--enforce-eager",
         "--enable-prompt-tokens-details",
         *("--block-size", str(_BLOCK_TOKENS)),
         *("--max-model-len", str(length)),
-        *("--max-num-batched-tokens", str(length)),  # a prompt is one step
+        *("--max-num-batched-tokens", str(step or length)),
         *("--num-gpu-blocks-override", str(device_blocks)),
-    ]
+    )
 
 
 @contextlib.contextmanager
-def _lmcache_server(setup: Setup, port: int) -> Iterator[int]:
+def _lmcache_server(arm: Arm, setup: Setup, port: int) -> Iterator[int]:
     """LMCache's server on ``port``; yields its process id, which is its session's too."""
     http_port = free_port()
     size = str(setup.capacity_gib)
     command = [
-        *(str(interpreter(Arm.LMCACHE).with_name("lmcache")), "server"),
+        *(str(interpreter(arm).with_name("lmcache")), "server"),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--http-host", "127.0.0.1", "--http-port", str(http_port)),
         *("--l1-size-gb", size, "--l1-init-size-gb", size, "--eviction-policy", "LRU"),
     ]
-    log = setup.work / "lmcache-server.log"
+    if (adapter := l2_adapter(arm, setup)) is not None:
+        command += ["--l2-adapter", adapter]
+    log = setup.work / f"{arm.value}-server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

@@ -92,7 +92,7 @@ def test_readme_keeps_everything_outside_the_markers(tmp_path: Path, old: str) -
     readme.write_text(f"a\n<!-- table:ab_ttft -->{old}\nb\n")
     table = markdown.render(summarise(measured()), "Conditions.")
     for _ in range(2):  # the second time changes nothing
-        markdown.update_readme(readme, table)
+        markdown.update(readme, "ab_ttft", table)
     text = readme.read_text()
     assert text == f"a\n<!-- table:ab_ttft -->\n{table}<!-- /table:ab_ttft -->\nb\n"
     assert "| 2,048 | 200 (100 to 400) | 30.0 (30.0 to 30.0) |" in text
@@ -102,5 +102,5 @@ def test_readme_without_markers_is_left_alone(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("a\n")
     with pytest.raises(ValueError, match="table:ab_ttft"):
-        markdown.update_readme(readme, "table\n")
+        markdown.update(readme, "ab_ttft", "table\n")
     assert readme.read_text() == "a\n"
