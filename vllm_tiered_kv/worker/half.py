@@ -252,15 +252,22 @@ class WorkerHalf:
             sockets = RankSockets(
                 self._rank, setup.disk_reports, setup.disk_orders, setup.disk_secret
             )
-            self._disk = DiskExecutor(self._rank, sockets, pool.view, sizes, self._open_files())
+            self._disk = DiskExecutor(
+                self._rank,
+                sockets,
+                pool.view,
+                sizes,
+                self._open_files(),
+                cpus=self._copy_cpus(),
+                reads_over=self._wake_idle,
+            )
         except (OSError, RuntimeError, zmq.ZMQError) as error:
             self._fail("disk_folder", f"no disk tier on rank {self._rank}: {error}")
 
     def _open_lanes(self) -> None:
         """A lane a direction; in host memory the copying itself takes place on its threads."""
-        on_device = any(row.is_cuda for group in self._pages.groups for row in group.rows)
+        on_device, cpus = self._pages.are_on_device, self._copy_cpus()
         piece_bytes = PIECE_BYTES if on_device else HOST_PIECE_BYTES
-        cpus = NO_CPUS if on_device else copy_cpus()
         self._lanes = {
             Direction.LOAD: Lane(
                 Direction.LOAD,
@@ -279,6 +286,9 @@ class WorkerHalf:
                 nice=0 if on_device else STORE_NICE,
             ),
         }
+
+    def _copy_cpus(self) -> frozenset[int]:
+        return NO_CPUS if self._pages.are_on_device else copy_cpus()
 
     # -- the step, in vLLM's order ----------------------------------------------------
 
@@ -338,9 +348,9 @@ class WorkerHalf:
 
         Args:
             idle: this step computes nothing, and neither can the next before a load, or a
-                store that somebody waits for, ends: wait for it a little here, where waiting
-                keeps nobody from anything, rather than spin through steps that take the
-                copying threads' time.
+                store or reads of files that somebody waits for, end: wait for it a little
+                here, where waiting keeps nobody from anything, rather than spin through steps
+                that take the copying and reading threads' time.
         """
         outcome = LoadOutcome()
         with self._lock:
@@ -477,9 +487,15 @@ class WorkerHalf:
         )
 
     def _copying(self) -> bool:
-        """Whether a load or a store is under way."""
+        """Whether a load, a store, or a read of a file is under way."""
+        if self._loads or (self._disk is not None and self._disk.is_reading):
+            return True
         lane = self._lanes.get(Direction.STORE)
-        return bool(self._loads) or (lane is not None and lane.in_flight > 0)
+        return lane is not None and lane.in_flight > 0
+
+    def _wake_idle(self) -> None:
+        with self._lock:
+            self._copy_ended.notify_all()
 
     # -- results (lane threads) ------------------------------------------------------------
 

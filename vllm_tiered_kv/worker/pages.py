@@ -45,6 +45,11 @@ class DevicePages:
         )
         self._tensors = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
 
+    @property
+    def are_on_device(self) -> bool:
+        """Whether they lie in a GPU's memory, and not in the host's."""
+        return any(row.is_cuda for group in self.groups for row in group.rows)
+
     def drop(self) -> None:
         """Let go of them. May be called again."""
         self.groups = ()

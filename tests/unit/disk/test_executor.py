@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ class Bench:
         self.agent = AgentSockets()
         self.memory = aligned_buffer(64 * SLOT)
         self.now = 0.0
+        self.cpu = max(os.sched_getaffinity(0))
+        self.reads_over = threading.Event()
         self.executor = DiskExecutor(
             0,
             RankSockets(
@@ -42,6 +46,8 @@ class Bench:
             part_bytes,
             self.files,
             clock=lambda: self.now,
+            cpus={self.cpu},
+            reads_over=self.reads_over.set,
         )
         self.opening = OpenFolder(str(root), SPACE, False)
         self.results: dict[int, OrderResult] = {}
@@ -134,6 +140,35 @@ def test_reads_behind_hung_ones_are_dropped_when_called_off_or_late(bench: Bench
     assert bench.hear(11) == [Outcome.DROPPED]
     bench.files.flow.set()
     assert bench.hear(*range(READERS)) == [Outcome.MISSING] * READERS
+
+
+def test_who_waits_for_reads_is_told_when_the_last_is_answered(bench: Bench) -> None:
+    bench.say(bench.opening)
+    bench.files.flow.clear()
+    bench.say(*(read(i) for i in range(READERS)))
+    for _ in range(READERS):
+        assert bench.files.waiting.acquire(timeout=30)
+    bench.say(read(10), CancelReads((10,)))
+    assert bench.hear(10) == [Outcome.DROPPED]
+    assert bench.executor.is_reading
+    assert not bench.reads_over.is_set()
+    bench.files.flow.set()
+    assert bench.reads_over.wait(30)
+    assert not bench.executor.is_reading
+    bench.reads_over.clear()
+    bench.say(write(20, 0), read(21))
+    assert bench.hear(20, 21)[0] is Outcome.DONE
+    assert bench.reads_over.wait(30)
+
+
+def test_its_threads_run_where_they_are_told_to(bench: Bench) -> None:
+    bench.say(bench.opening, read(1), write(2, 0))
+    bench.hear(1, 2)
+    heard, *others = [thread.native_id for thread in bench.executor._threads]
+    assert heard is not None
+    assert os.sched_getaffinity(heard) == {bench.cpu}
+    served = [os.sched_getaffinity(number or 0) for number in others]
+    assert {bench.cpu} in served
 
 
 def test_an_exception_is_an_answer(bench: Bench) -> None:

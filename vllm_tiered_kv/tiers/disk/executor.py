@@ -74,6 +74,8 @@ class DiskExecutor:
         slot: gives the memory of a slot.
         part_bytes: for each KV cache group the bytes of a chunk's part on this rank.
         files: what makes the file calls.
+        cpus: processors the threads may use; empty: those of the thread that starts them.
+        reads_over: told when every read that was ordered has been answered; on any thread here.
     """
 
     def __init__(
@@ -84,6 +86,9 @@ class DiskExecutor:
         part_bytes: tuple[int, ...],
         files: Files,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        cpus: Iterable[int] = (),
+        reads_over: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank = rank
         self._sockets = sockets
@@ -91,11 +96,15 @@ class DiskExecutor:
         self._part_bytes = part_bytes
         self._files = files
         self._clock = clock
+        self._cpus = frozenset(cpus)
+        self._reads_over = reads_over
         self._folder: RankFolder | None = None
         self._closing = False
         self._wake = threading.Condition()
         self._reads: deque[tuple[ReadOrder, float]] = deque()
         self._writes: deque[tuple[WriteOrder, float]] = deque()
+        self._unanswered: set[int] = set()
+        """Reads, queued and under way."""
         self._unsent: deque[RankReport] = deque()
         self._unsent_lock = threading.Lock()
         self._malformed = 0
@@ -112,6 +121,11 @@ class DiskExecutor:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a read is queued or under way. Any thread."""
+        return bool(self._unanswered)
 
     def stored(self, result: JobResult) -> None:
         """Tell the agent that a copy out of the device has ended; any thread, does not wait."""
@@ -139,6 +153,9 @@ class DiskExecutor:
 
     def _run(self, loop: Callable[[], None]) -> None:
         try:
+            with contextlib.suppress(OSError):  # a processor went: run where we are
+                if self._cpus:
+                    os.sched_setaffinity(0, self._cpus)
             loop()
         finally:
             with self._wake:
@@ -205,6 +222,7 @@ class DiskExecutor:
                 return False
             if isinstance(order, ReadOrder):
                 self._reads.append((order, now + order.patience))
+                self._unanswered.add(order.job)
             else:
                 self._writes.append((order, now + WRITE_PATIENCE))
             self._wake.notify_all()
@@ -307,6 +325,13 @@ class DiskExecutor:
 
     def _answer(self, result: OrderResult) -> None:
         self._send(RankReport(self._rank, (result,)))
+        with self._wake:
+            if result.job not in self._unanswered:
+                return
+            self._unanswered.discard(result.job)
+            if self._unanswered:
+                return
+        self._reads_over()
 
     def _send(self, report: RankReport) -> None:
         with self._unsent_lock:
