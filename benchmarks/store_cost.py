@@ -247,8 +247,7 @@ def main() -> int:
     parser.add_argument("--update-docs", action="store_true", help="from the last full run")
     args = parser.parse_args()
     if args.update_docs:
-        markdown.update(DOCUMENT, NAME, TABLE.read_text(encoding="utf-8"))
-        return 0
+        return _update_docs()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended then, too
     workload = QUICK if args.quick else FULL
     workload = msgspec.structs.replace(workload, rounds=args.rounds or workload.rounds)
@@ -289,6 +288,8 @@ def main() -> int:
         f"{', '.join(map(str, workload.lengths))} random tokens by {workload.clients} clients at "
         f"once, for {workload.generated} tokens each."
     )
+    if workload != FULL or arms != list(ARMS):
+        text = f"{conditions.PARTIAL_MARK}: {text}"
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{NAME}_samples.json").write_bytes(msgspec.json.encode(measured))
     TABLE.write_text(render(measured, workload, text), encoding="utf-8")
@@ -296,6 +297,18 @@ def main() -> int:
     report.rows += rows(measured, workload, token_bytes)
     report.finish()
     _say(f"table in {TABLE}, servers' logs in {setup.work}/")
+    return 0
+
+
+def _update_docs() -> int:
+    try:
+        content = TABLE.read_text(encoding="utf-8")
+        if conditions.PARTIAL_MARK in content:
+            raise ValueError("the last run was not a full one of all arms")
+        markdown.update(DOCUMENT, NAME, content)
+    except (OSError, ValueError) as error:
+        _say(f"{DOCUMENT} not updated: {error}")
+        return 1
     return 0
 
 
