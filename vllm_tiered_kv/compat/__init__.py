@@ -74,6 +74,7 @@ from vllm_tiered_kv.compat.supported import (
     draft_tokens,
     has_prefix_caching,
     schedules_by_priority,
+    token_budget,
     tokens_in_flight,
 )
 from vllm_tiered_kv.compat.unsupported import UnsupportedModel
@@ -139,6 +140,7 @@ __all__ = [
     "null_block_id",
     "preempted",
     "schedules_by_priority",
+    "token_budget",
     "tokens_in_flight",
     "torch_version",
     "uncache_blocks",

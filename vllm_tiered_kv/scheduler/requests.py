@@ -15,6 +15,7 @@ from vllm_tiered_kv.scheduler.index import Node
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import Request
     from vllm_tiered_kv.scheduler.fetch import Fetch, Look
+    from vllm_tiered_kv.scheduler.gating import Ruling
     from vllm_tiered_kv.scheduler.jobs import ActiveLoad
 
 NEVER = 1 << 62
@@ -63,6 +64,7 @@ class RequestState:
         "params",
         "planned",
         "request",
+        "ruling",
         "tail",
         "unsure",
         "waiting_since",
@@ -104,6 +106,8 @@ class RequestState:
         self.unsure = True
         """vLLM has not scheduled it since it was looked up, or since a load failed: what it
         counts as computed may never have arrived."""
+        self.ruling: Ruling | None = None
+        """What the gate decided, until the first token."""
         self.counted = False
         """Whether this admission's look-up is in the counters."""
 

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.protocol import JobResult, JobStatus
@@ -89,7 +91,7 @@ class DiskAgent:
             catalogue,
             send=sockets.send,
             ask=self._keeper.ask,
-            tell=self._ended.append,
+            tell=self._note_end,
             trouble=self._trouble,
             clock=clock,
         )
@@ -326,6 +328,9 @@ class DiskAgent:
         if self._sockets.malformed != self._malformed:
             self._malformed = self._sockets.malformed
             self._trouble("report", "a message to the disk agent was not a report")
+
+    def _note_end(self, ended: Ended) -> None:
+        self._ended.append(msgspec.structs.replace(ended, at=self._clock()))
 
     def _copied(self, rank: int, result: JobResult) -> None:
         """A rank has copied a store's bytes into its slots."""

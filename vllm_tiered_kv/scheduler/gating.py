@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate in the scheduler half: what it is asked for a request, and what it is told of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm_tiered_kv import metrics
+from vllm_tiered_kv.gate import Choice, Decision, Gate, GateMode, Option, Question, Work
+from vllm_tiered_kv.gate.choice import kinks
+from vllm_tiered_kv.gate.prefill import FEW_TOKENS
+from vllm_tiered_kv.gate.regret import regret
+from vllm_tiered_kv.gate.steps import StepClock
+from vllm_tiered_kv.geometry import GroupKind
+from vllm_tiered_kv.log import get_logger
+from vllm_tiered_kv.protocol import JobStatus
+from vllm_tiered_kv.scheduler.groups import usable_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_tiered_kv.scheduler.core import Core
+    from vllm_tiered_kv.scheduler.fetch import Fetch
+    from vllm_tiered_kv.scheduler.index import Node
+    from vllm_tiered_kv.scheduler.jobs import ActiveLoad
+    from vllm_tiered_kv.scheduler.requests import RequestState
+
+logger = get_logger(__name__)
+
+PROBE_CHUNKS = 8
+"""Chunks read in the background to see how fast a tier is that is not used: as many as keep all
+readers busy twice."""
+TRIED_CHUNKS = 8
+"""Chunks loaded at most to see how fast a refused CPU tier is."""
+LEAST_COPY_PATIENCE = 0.25
+"""Seconds a load may wait at least before its first copy: on a busy machine threads come late."""
+
+
+class Ruling:
+    """What was decided for a request. Mutable; until its first token."""
+
+    __slots__ = (
+        "admitted",
+        "ahead",
+        "began",
+        "copied",
+        "decision",
+        "give_up_at",
+        "known",
+        "predicted_read",
+        "turn",
+    )
+
+    def __init__(self, decision: Decision, began: float, turn: float) -> None:
+        self.decision = decision
+        self.began = began
+        """When it began to cost the request anything."""
+        self.turn = turn
+        """Seconds of an engine step then."""
+        self.ahead = 0
+        """Bytes of loads that were queued before its own."""
+        self.admitted: float | None = None
+        self.copied: float | None = None
+        """Seconds of its load by the load's own clock, from its end until vLLM goes on."""
+        self.known = 0
+        """Chunks that were in the CPU tier then."""
+        self.predicted_read = 0.0
+        self.give_up_at: float | None = None
+        """When what is read from disk for it is late; None: it is not waited for, or patiently."""
+
+
+class RequestGate:
+    """Asks the gate for requests; scheduler thread only."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        settings, geometry = core.settings, core.geometry
+        self.gate = Gate(settings.token_budget, settings.load_deadline)
+        self.steps: StepClock[tuple[RequestState, Ruling]] = StepClock()
+        self._pending: dict[str, RequestState] = {}
+        """Requests that were decided on and admitted, until their last piece is planned."""
+        self._scheduled: Mapping[str, int] = {}
+        """What the last step runs."""
+        self._gone = 0
+        """How many of these have ended since."""
+        ranks = settings.world_size
+        self._full_bytes = 0
+        """Of a chunk, in groups that need every chunk, over all ranks."""
+        self._tails: list[tuple[int, int]] = []
+        """For the other groups the bytes of a chunk's part, and how many chunks need one."""
+        for i, group in enumerate(geometry.groups):
+            nbytes = geometry.part_bytes(i) * ranks
+            if group.kind is GroupKind.FULL:
+                self._full_bytes += nbytes
+            else:
+                window = group.window if group.kind is GroupKind.WINDOW else 1
+                self._tails.append((nbytes, -(-window // geometry.chunk_tokens)))
+        self._probe: Fetch | None = None
+
+    # -- the engine's steps --------------------------------------------------------------
+
+    def planned(
+        self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState], *, loads: bool
+    ) -> None:
+        """A step has been planned; ``loads``: it begins some."""
+        last = []
+        for request_id, state in list(self._pending.items()):
+            ruling, request = state.ruling, state.request
+            if ruling is None or ruling.admitted is None:
+                del self._pending[request_id]
+            elif request.num_computed_tokens + scheduled.get(request_id, 0) >= request.num_tokens:
+                last.append((state, ruling))
+                del self._pending[request_id]
+        work = _work(scheduled, requests)
+        self.steps.planned(self._core.clock(), work, is_clean=not loads, last=tuple(last))
+        self._scheduled, self._gone = scheduled, 0
+
+    def ended(self) -> None:
+        """The oldest step's output has been taken in."""
+        step = self.steps.ended(now := self._core.clock())
+        if step is None:
+            return
+        if step.is_clean:
+            self.gate.prefill.observe(step.work, step.seconds)
+        for state, ruling in step.last:
+            if state.ruling is ruling:
+                state.ruling = None
+                self._answered(ruling, now)
+
+    def gone(self, request_id: str) -> None:
+        """A request has ended."""
+        self._pending.pop(request_id, None)
+        self._gone += request_id in self._scheduled
+
+    @property
+    def _is_busy(self) -> bool:
+        return len(self._scheduled) > self._gone
+
+    def _turn(self) -> float:
+        return self.steps.turn(is_busy=self._is_busy)
+
+    # -- what is asked -------------------------------------------------------------------
+
+    def mode(self, state: RequestState) -> GateMode:
+        return state.params.gate or self._core.settings.gate
+
+    def may_read(
+        self, state: RequestState, keys: Sequence[bytes], first: int, start: int, usable: int
+    ) -> bool:
+        """Whether reading could be worth it if all of the prompt's chunks lay on disk.
+
+        Args:
+            keys: of the prompt's chunks.
+            first: the first chunk the device does not hold whole.
+            start: tokens it holds.
+            usable: chunks from ``first`` on that the CPU tier can give.
+        """
+        if self.mode(state) is not GateMode.MEASURED:
+            return True
+        decision = self._ask_read(state, first, start, usable, len(keys) - first)
+        if decision.end // self._core.geometry.chunk_tokens - first > usable:
+            return True
+        self._refuse(state, decision, keys, first + usable)
+        return False
+
+    def _refuse(
+        self, state: RequestState, decision: Decision, keys: Sequence[bytes], beyond: int
+    ) -> None:
+        """What lies on disk from chunk ``beyond`` on, if anything does, is not read."""
+        disk = self._core.disk
+        if disk is None or not disk.agent.groups(keys[beyond]):
+            return
+        if decision.choice is Choice.NONE:
+            state.ruling = Ruling(decision, self._core.clock(), self._turn())
+        self._begin_probe(keys, beyond)
+
+    def read_to(
+        self,
+        state: RequestState,
+        fetch: Fetch,
+        keys: Sequence[bytes],
+        first: int,
+        start: int,
+        usable: int,
+    ) -> int:
+        """How many chunks of a fetch from ``first`` on are worth waiting for; 0: none."""
+        decision = self._ask_read(state, first, start, usable, len(fetch.keys))
+        chunks = decision.end // self._core.geometry.chunk_tokens - first
+        if chunks <= usable:
+            self._refuse(state, decision, keys, first + usable)
+            return 0
+        now = self._begin(fetch)
+        ruling = Ruling(decision, now, self._turn())
+        ruling.known = usable
+        if self.mode(state) is GateMode.MEASURED:
+            ruling.predicted_read = self._read_seconds(chunks - usable)
+            ruling.give_up_at = now + self.gate.patience(ruling.predicted_read)
+        state.ruling = ruling
+        self.gate.probes.begin_again()
+        return chunks
+
+    def copy_to(
+        self, state: RequestState, first: int, start: int, run: Sequence[Node], usable: int
+    ) -> int:
+        """How many chunks of a run in the CPU tier are worth loading."""
+        options = [self._option(first, n, 0) for n in self._ends(state, first, start, run, usable)]
+        decision = self._ask(state, start, options)
+        if decision.choice is Choice.NONE and state.fetch is None:
+            small = usable_chunks(self._core.geometry, run[:TRIED_CHUNKS], first, start)
+            if small := min(small, usable):
+                question = self._question(state, start, [self._option(first, small, 0)])
+                decision = self.gate.explore(decision, question, is_busy=self._is_busy)
+        if state.fetch is None or state.ruling is None or state.ruling.admitted is not None:
+            state.ruling = Ruling(decision, self._core.clock(), self._turn())
+        return max(0, decision.end // self._core.geometry.chunk_tokens - first)
+
+    def worth_waiting(self, state: RequestState, start: int, most: float) -> float:
+        """Seconds that a request may wait for others: no longer than computing would take."""
+        curve = self.gate.curve(is_busy=self._is_busy)
+        if curve is None or self.mode(state) is not GateMode.MEASURED:
+            return most
+        return min(most, curve.seconds(start, state.request.num_tokens))
+
+    def _ends(
+        self, state: RequestState, first: int, start: int, run: Sequence[Node], usable: int
+    ) -> list[int]:
+        """Chunks of the loads that can be best, shortest first."""
+        geometry = self._core.geometry
+        size, prompt = geometry.chunk_tokens, state.request.num_tokens
+        ends = []
+        for token in kinks(prompt, self.gate.prefill.budget, size):
+            chunks = token // size - first
+            if not 0 < chunks < usable:
+                continue
+            if not geometry.keeps_all:
+                chunks = usable_chunks(geometry, run[:chunks], first, start)
+            if chunks and chunks not in ends:
+                ends.append(chunks)
+        return [*ends, usable]
+
+    def _ask_read(
+        self, state: RequestState, first: int, start: int, usable: int, end: int
+    ) -> Decision:
+        geometry = self._core.geometry
+        ends = [usable] if usable else []
+        if geometry.keeps_all:
+            size, prompt = geometry.chunk_tokens, state.request.num_tokens
+            for token in kinks(prompt, self.gate.prefill.budget, size):
+                if usable < token // size - first < end:
+                    ends.append(token // size - first)
+        options = [self._option(first, n, max(0, n - usable)) for n in (*ends, end)]
+        return self._ask(state, start, options)
+
+    def _ask(self, state: RequestState, start: int, options: Sequence[Option]) -> Decision:
+        question = self._question(state, start, options)
+        return self.gate.decide(question, self.mode(state), is_busy=self._is_busy)
+
+    @staticmethod
+    def _question(state: RequestState, start: int, options: Sequence[Option]) -> Question:
+        return Question(start, state.request.num_tokens, tuple(options))
+
+    def _option(self, first: int, chunks: int, read: int) -> Option:
+        """So many chunks, the last ``read`` of them from disk."""
+        copy, turn = self.gate.copy, self._turn()
+        seconds = copy.seconds(self._bytes(chunks), self._copying()) + copy.delay(turn)
+        if read:
+            seconds += self._read_seconds(read) + self.gate.disk.delay(turn)
+        return Option(self._token(first + chunks), seconds, bool(read))
+
+    def _read_seconds(self, chunks: int) -> float:
+        return self.gate.disk.seconds(self._bytes(chunks), self._reading())
+
+    def _token(self, chunk: int) -> int:
+        return chunk * self._core.geometry.chunk_tokens
+
+    def _bytes(self, chunks: int) -> int:
+        """That have to be moved for a hit of so many chunks, over all ranks."""
+        tails = sum(nbytes * min(chunks, most) for nbytes, most in self._tails)
+        return self._full_bytes * chunks + tails
+
+    def _copying(self) -> int:
+        return sum(self._bytes(len(load.nodes)) for load in self._core.ledger.loads.values())
+
+    def _reading(self) -> int:
+        disk = self._core.disk
+        return self._bytes(disk.reads) if disk is not None and disk.reads else 0
+
+    # -- reads ---------------------------------------------------------------------------
+
+    def still_waits(self, state: RequestState, fetch: Fetch) -> bool:
+        """Whether what is read from disk for a request is still worth waiting for."""
+        ruling = state.ruling
+        if ruling is None or ruling.give_up_at is None:
+            return True
+        now = self._core.clock()
+        if now < ruling.give_up_at:
+            return True
+        # It is late. What has come by now says how long the rest will take.
+        elapsed = now - ruling.began
+        total = len(fetch.keys) - ruling.known
+        here = sum(not node.is_arriving for node in fetch.nodes) - ruling.known
+        left = elapsed * (total - here) / here if here > 0 else float("inf")
+        curve = self.gate.curve(is_busy=self._is_busy)
+        replaced = ruling.decision.replaced
+        if curve is not None and replaced is not None and left < replaced * (total - here) / total:
+            ruling.give_up_at = now + self.gate.patience(left / 2)
+            return True
+        self._core.tally.add(metrics.GATE_GIVEN_UP.key("disk"))
+        nbytes = self._bytes(len(fetch.read))
+        seconds = elapsed * total / max(here, 1)
+        if seconds > ruling.predicted_read:
+            self.gate.disk.observe(nbytes, seconds)
+        ruling.give_up_at = None
+        return False
+
+    def fetched(self, state: RequestState, fetch: Fetch) -> None:
+        """All that was to be read for a request has been."""
+        now = self._core.clock()
+        ruling = state.ruling
+        self._learn_read(fetch)
+        if ruling is not None and ruling.give_up_at is not None:
+            ruling.give_up_at = None
+            if fetch.ended_at is not None:
+                self.gate.disk.noticed(now - fetch.ended_at, ruling.turn)
+
+    def _begin(self, fetch: Fetch) -> float:
+        disk = self._core.disk
+        fetch.ahead = disk.reads if disk is not None else 0
+        fetch.ordered_at = now = self._core.clock()
+        return now
+
+    def _learn_read(self, fetch: Fetch) -> None:
+        """What it took, if it was nobody else's as well."""
+        began, ended = fetch.ordered_at, fetch.ended_at
+        if began is None or ended is None or fetch.failed or not fetch.arrived:
+            return
+        self.gate.disk.observe(self._bytes(fetch.arrived), ended - began, self._bytes(fetch.ahead))
+
+    def _begin_probe(self, keys: Sequence[bytes], first: int) -> None:
+        """The disk is refused: see in the background how fast it is, now and then.
+
+        Args:
+            first: the first chunk that is not in the CPU tier.
+        """
+        core, now = self._core, self._core.clock()
+        disk = core.disk
+        if disk is None or self._probe is not None or not self.gate.probes.is_due(now):
+            return
+        fetch = disk.lookups.fetch(keys[: first + PROBE_CHUNKS], first, self._token(first), 0)
+        if fetch is None:
+            return
+        self.gate.probes.tried(now)
+        core.tally.add(metrics.GATE_PROBES.key("disk"))
+        self._probe = fetch
+        self._begin(fetch)
+        self.go_on()
+
+    def is_probed(self, node: Node) -> bool:
+        """Whether a chunk is being read in the background only: nobody waits for it."""
+        return self._probe is not None and node in self._probe.read
+
+    def go_on(self) -> None:
+        """Take in a probe's end; once a step."""
+        fetch, disk = self._probe, self._core.disk
+        if fetch is None or disk is None:
+            return
+        began = fetch.ordered_at
+        late = began is not None and self._core.clock() - began > self._core.settings.load_deadline
+        if disk.lookups.goes_on(fetch) and not late:
+            return
+        self._probe = None
+        self._learn_read(fetch)
+        disk.lookups.release(fetch)
+
+    # -- loads ---------------------------------------------------------------------------
+
+    def admitted(self, state: RequestState) -> None:
+        """vLLM admits a request: what was decided for it holds."""
+        ruling = state.ruling
+        if ruling is None:
+            return
+        if ruling.admitted is not None:  # a second time, with its load on the device
+            self._resumed(ruling, ruling.admitted)
+            return
+        now, decision = self._core.clock(), ruling.decision
+        choice, reason = decision.choice.value, decision.reason.value
+        self._core.tally.add(metrics.GATE_DECISIONS.key(choice, reason))
+        if logger.isEnabledFor(logging.DEBUG):
+            self._explain(state, ruling)
+        if state.fetch is None:
+            ruling.began = now
+        ruling.admitted = now
+        self._pending[state.request.request_id] = state
+        ruling.turn = self._turn()
+        ruling.ahead = self._copying()
+
+    def deadline(self, state: RequestState) -> float:
+        """Seconds that a load may wait before its first copy."""
+        most = self._core.settings.load_deadline
+        ruling = state.ruling
+        if ruling is None or self.mode(state) is not GateMode.MEASURED:
+            return most
+        decision = ruling.decision
+        worth = decision.replaced or most
+        return min(most, max(LEAST_COPY_PATIENCE, self.gate.patience(decision.load), worth))
+
+    def copied(self, load: ActiveLoad) -> None:
+        """A load has ended on every rank."""
+        if load.status is JobStatus.DONE and not load.stale and load.copies:
+            self.gate.copy.observe(self._bytes(len(load.nodes)), load.seconds)
+
+    def arrived(self, state: RequestState, load: ActiveLoad) -> None:
+        """vLLM learns that a request's load has ended well."""
+        if state.ruling is not None:
+            state.ruling.copied = load.seconds
+
+    def _resumed(self, ruling: Ruling, admitted: float) -> None:
+        """vLLM goes on with a request whose load is on the device."""
+        copied, ruling.copied = ruling.copied, None
+        if copied is None:
+            return
+        now, decision, copy = self._core.clock(), ruling.decision, self.gate.copy
+        copy.noticed(now - admitted - copied - copy.queueing(ruling.ahead), ruling.turn)
+        if decision.choice is Choice.NONE or decision.replaced is None:
+            return
+        self._count("load", decision.load, now - ruling.began)
+        self._core.tally.add(metrics.GATE_SECONDS.key("replaced", "predicted"), decision.replaced)
+
+    def lost(self, state: RequestState) -> None:
+        """A load did not arrive: of what was decided nothing can be said."""
+        state.ruling = None
+
+    # -- what came of it -----------------------------------------------------------------
+
+    def _answered(self, ruling: Ruling, now: float) -> None:
+        """A request that was decided on has its first token."""
+        decision, actual = ruling.decision, now - ruling.began
+        self.gate.took(actual)
+        if decision.choice is Choice.NONE and decision.total is not None:
+            self._count("recompute", decision.total, actual)
+        if lost := regret(actual, decision.instead):
+            self._core.tally.add(metrics.GATE_REGRET.key(decision.choice.value), lost)
+
+    def _count(self, what: str, predicted: float, actual: float) -> None:
+        tally = self._core.tally
+        tally.add(metrics.GATE_SECONDS.key(what, "predicted"), predicted)
+        tally.add(metrics.GATE_SECONDS.key(what, "actual"), actual)
+
+    def _explain(self, state: RequestState, ruling: Ruling) -> None:
+        decision, request = ruling.decision, state.request
+        curve = self.gate.curve(is_busy=self._is_busy)
+        logger.debug(
+            "tiered-kv: gate: request %s: load %s (%s): %d of %d tokens will be on the device; "
+            "load %.4g s, first token in %s s, the other way in %s s; replaced recompute %s s; "
+            "engine %s, step %.4g s, prefill %s; queued: copies %d B, reads %d B",
+            request.request_id,
+            decision.choice.value,
+            decision.reason.value,
+            decision.end,
+            request.num_tokens,
+            decision.load,
+            *(_seconds(s) for s in (decision.total, decision.instead, decision.replaced)),
+            "busy" if self._is_busy else "idle",
+            ruling.turn,
+            "not known" if curve is None else curve,
+            self._copying(),
+            self._reading(),
+        )
+
+
+def _seconds(value: float | None) -> str:
+    return "?" if value is None else f"{value:.4g}"
+
+
+def _work(scheduled: Mapping[str, int], requests: Mapping[str, RequestState]) -> Work:
+    """What a step computes; called before vLLM counts it as computed."""
+    tokens = sum(scheduled.values())
+    if max(scheduled.values(), default=0) < FEW_TOKENS:
+        return Work(tokens)
+    attention = 0.0
+    for request_id, count in scheduled.items():
+        state = requests.get(request_id)
+        if state is not None:
+            attention += count * (state.request.num_computed_tokens + 0.5 * count)
+    return Work(tokens, attention, is_prefill=True)
