@@ -85,7 +85,7 @@ def connector(arm: Arm, setup: Setup, lmcache_port: int) -> dict[str, Any] | Non
             "lmcache.mp.mp_transfer_mode": "lmcache_driven",
         }
         return _transfer_config("LMCacheMPConnector", extra)
-    extra = {"cpu": {"capacity": f"{setup.capacity_gib}GiB"}}
+    extra = {"cpu": {"capacity": f"{setup.capacity_gib}GiB"}, "gate": "always"}
     return _transfer_config("TieredKVConnector", extra) | {"kv_load_failure_policy": "recompute"}
 
 

@@ -50,6 +50,9 @@ PARAMS = st.sampled_from(
         {"tiered_kv": {"load": False}},
         {"tiered_kv": {"store": False, "load": False}},
         {"tiered_kv": {"load": "yes"}},
+        {"tiered_kv": {"gate": "never"}},
+        {"tiered_kv": {"gate": "measured"}},
+        {"tiered_kv": {"gate": "sometimes"}},
         {"tiered_kv": {"unknown": 1}},
         {"tiered_kv": [1, 2]},
         {"tiered_kv": None},
@@ -94,6 +97,7 @@ OPTIONS = st.fixed_dictionaries(
         "policy": st.sampled_from(["recompute", "recompute", "recompute", "fail"]),
         "store_generated": st.sampled_from([True, True, False]),
         "trust_after_reset": st.sampled_from([False, False, False, True]),
+        "gate": st.sampled_from(["always", "always", "measured"]),
         "neighbour": st.sampled_from(["", "", "first", "second"]),
         "pace": st.sampled_from(list(Pace)),
         "every_step": st.booleans(),
@@ -142,7 +146,7 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, options: dict[str, Any]) -> None:
         given = dict(options)
         place = given.pop("neighbour")
-        ours = ("store_generated", "trust_after_reset")
+        ours = ("store_generated", "trust_after_reset", "gate")
         extra = {"load_deadline": 10.0, **{key: given.pop(key) for key in ours}}
         self.trusts = extra["trust_after_reset"]
         pace, self.every_step = given.pop("pace"), given.pop("every_step")
