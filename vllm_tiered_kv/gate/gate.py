@@ -9,7 +9,7 @@ from vllm_tiered_kv.gate.choice import Choice, Decision, Question, Reason, decid
 from vllm_tiered_kv.gate.load import LoadModel
 from vllm_tiered_kv.gate.mode import GateMode
 from vllm_tiered_kv.gate.prefill import Curve, PrefillModel
-from vllm_tiered_kv.gate.regret import Allowance, Pace
+from vllm_tiered_kv.gate.regret import Allowance
 
 COPY_BANDWIDTH = 2e9
 """Bytes a second that slots are copied with at least, where nothing else is known."""
@@ -18,8 +18,6 @@ PATIENCE = 3.0
 """What has taken so many times what was predicted is late."""
 LEAST_PATIENCE = 0.1
 """Seconds in which nothing is late."""
-PROBE_LEAST = 2.0
-PROBE_MOST = 60.0
 
 
 class Gate:
@@ -38,7 +36,6 @@ class Gate:
         self.disk = LoadModel(READ_BANDWIDTH, first=2)
         """From files to slots."""
         self._allowance = Allowance()
-        self.probes = Pace(PROBE_LEAST, PROBE_MOST)
 
     def decide(self, question: Question, mode: GateMode, *, is_busy: bool) -> Decision:
         """Choose for one request.

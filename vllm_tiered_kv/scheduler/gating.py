@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.gate import Choice, Decision, Gate, GateMode, Option, Question, Work
 from vllm_tiered_kv.gate.choice import kinks
+from vllm_tiered_kv.gate.gate import LEAST_PATIENCE
 from vllm_tiered_kv.gate.prefill import FEW_TOKENS
 from vllm_tiered_kv.gate.regret import regret
 from vllm_tiered_kv.gate.steps import StepClock
-from vllm_tiered_kv.geometry import GroupKind
 from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.protocol import JobStatus
 from vllm_tiered_kv.scheduler.groups import usable_chunks
+from vllm_tiered_kv.scheduler.hit_bytes import HitBytes
+from vllm_tiered_kv.scheduler.probe import DiskProbe
+from vllm_tiered_kv.scheduler.ruling import Ruling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,46 +32,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-PROBE_CHUNKS = 8
-"""Chunks read in the background to see how fast a tier is that is not used: as many as keep all
-readers busy twice."""
 TRIED_CHUNKS = 8
 """Chunks loaded at most to see how fast a refused CPU tier is."""
 LEAST_COPY_PATIENCE = 0.25
 """Seconds a load may wait at least before its first copy: on a busy machine threads come late."""
-
-
-class Ruling:
-    """What was decided for a request. Mutable; until its first token."""
-
-    __slots__ = (
-        "admitted",
-        "ahead",
-        "began",
-        "copied",
-        "decision",
-        "give_up_at",
-        "known",
-        "predicted_read",
-        "turn",
-    )
-
-    def __init__(self, decision: Decision, began: float, turn: float) -> None:
-        self.decision = decision
-        self.began = began
-        """When it began to cost the request anything."""
-        self.turn = turn
-        """Seconds of an engine step then."""
-        self.ahead = 0
-        """Bytes of loads that were queued before its own."""
-        self.admitted: float | None = None
-        self.copied: float | None = None
-        """Seconds of its load by the load's own clock, from its end until vLLM goes on."""
-        self.known = 0
-        """Chunks that were in the CPU tier then."""
-        self.predicted_read = 0.0
-        self.give_up_at: float | None = None
-        """When what is read from disk for it is late; None: it is not waited for, or patiently."""
 
 
 class RequestGate:
@@ -76,7 +43,7 @@ class RequestGate:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        settings, geometry = core.settings, core.geometry
+        settings = core.settings
         self.gate = Gate(settings.token_budget, settings.load_deadline)
         self.steps: StepClock[tuple[RequestState, Ruling]] = StepClock()
         self._pending: dict[str, RequestState] = {}
@@ -85,19 +52,8 @@ class RequestGate:
         """What the last step runs."""
         self._gone = 0
         """How many of these have ended since."""
-        ranks = settings.world_size
-        self._full_bytes = 0
-        """Of a chunk, in groups that need every chunk, over all ranks."""
-        self._tails: list[tuple[int, int]] = []
-        """For the other groups the bytes of a chunk's part, and how many chunks need one."""
-        for i, group in enumerate(geometry.groups):
-            nbytes = geometry.part_bytes(i) * ranks
-            if group.kind is GroupKind.FULL:
-                self._full_bytes += nbytes
-            else:
-                window = group.window if group.kind is GroupKind.WINDOW else 1
-                self._tails.append((nbytes, -(-window // geometry.chunk_tokens)))
-        self._probe: Fetch | None = None
+        self._bytes = HitBytes(core.geometry, settings.world_size).of
+        self.probe = DiskProbe(core, self._begin, self._learn_read)
 
     # -- the engine's steps --------------------------------------------------------------
 
@@ -107,10 +63,10 @@ class RequestGate:
         """A step has been planned; ``loads``: it begins some."""
         last = []
         for request_id, state in list(self._pending.items()):
-            ruling, request = state.ruling, state.request
+            ruling, tokens = state.ruling, scheduled.get(request_id, 0)
             if ruling is None or ruling.admitted is None:
                 del self._pending[request_id]
-            elif request.num_computed_tokens + scheduled.get(request_id, 0) >= request.num_tokens:
+            elif tokens and state.request.num_computed_tokens + tokens >= state.request.num_tokens:
                 last.append((state, ruling))
                 del self._pending[request_id]
         work = _work(scheduled, requests)
@@ -174,7 +130,7 @@ class RequestGate:
             return
         if decision.choice is Choice.NONE:
             state.ruling = Ruling(decision, self._core.clock(), self._turn())
-        self._begin_probe(keys, beyond)
+        self.probe.refused(keys, beyond)
 
     def read_to(
         self,
@@ -196,9 +152,9 @@ class RequestGate:
         ruling.known = usable
         if self.mode(state) is GateMode.MEASURED:
             ruling.predicted_read = self._read_seconds(chunks - usable)
-            ruling.give_up_at = now + self.gate.patience(ruling.predicted_read)
+            ruling.give_up_at = now + self._read_patience(ruling)
         state.ruling = ruling
-        self.gate.probes.begin_again()
+        self.probe.used()
         return chunks
 
     def copy_to(
@@ -275,11 +231,6 @@ class RequestGate:
     def _token(self, chunk: int) -> int:
         return chunk * self._core.geometry.chunk_tokens
 
-    def _bytes(self, chunks: int) -> int:
-        """That have to be moved for a hit of so many chunks, over all ranks."""
-        tails = sum(nbytes * min(chunks, most) for nbytes, most in self._tails)
-        return self._full_bytes * chunks + tails
-
     def _copying(self) -> int:
         return sum(self._bytes(len(load.nodes)) for load in self._core.ledger.loads.values())
 
@@ -288,6 +239,14 @@ class RequestGate:
         return self._bytes(disk.reads) if disk is not None and disk.reads else 0
 
     # -- reads ---------------------------------------------------------------------------
+
+    def _read_patience(self, ruling: Ruling) -> float:
+        """Seconds in which what is read for a request is not late."""
+        if self.gate.disk.is_known:
+            return self.gate.patience(ruling.predicted_read)
+        replaced = ruling.decision.replaced
+        most = self._core.settings.load_deadline
+        return most if replaced is None else min(most, max(LEAST_PATIENCE, replaced))
 
     def still_waits(self, state: RequestState, fetch: Fetch) -> bool:
         """Whether what is read from disk for a request is still worth waiting for."""
@@ -338,42 +297,6 @@ class RequestGate:
             return
         self.gate.disk.observe(self._bytes(fetch.arrived), ended - began, self._bytes(fetch.ahead))
 
-    def _begin_probe(self, keys: Sequence[bytes], first: int) -> None:
-        """The disk is refused: see in the background how fast it is, now and then.
-
-        Args:
-            first: the first chunk that is not in the CPU tier.
-        """
-        core, now = self._core, self._core.clock()
-        disk = core.disk
-        if disk is None or self._probe is not None or not self.gate.probes.is_due(now):
-            return
-        fetch = disk.lookups.fetch(keys[: first + PROBE_CHUNKS], first, self._token(first), 0)
-        if fetch is None:
-            return
-        self.gate.probes.tried(now)
-        core.tally.add(metrics.GATE_PROBES.key("disk"))
-        self._probe = fetch
-        self._begin(fetch)
-        self.go_on()
-
-    def is_probed(self, node: Node) -> bool:
-        """Whether a chunk is being read in the background only: nobody waits for it."""
-        return self._probe is not None and node in self._probe.read
-
-    def go_on(self) -> None:
-        """Take in a probe's end; once a step."""
-        fetch, disk = self._probe, self._core.disk
-        if fetch is None or disk is None:
-            return
-        began = fetch.ordered_at
-        late = began is not None and self._core.clock() - began > self._core.settings.load_deadline
-        if disk.lookups.goes_on(fetch) and not late:
-            return
-        self._probe = None
-        self._learn_read(fetch)
-        disk.lookups.release(fetch)
-
     # -- loads ---------------------------------------------------------------------------
 
     def admitted(self, state: RequestState) -> None:
@@ -388,7 +311,16 @@ class RequestGate:
         choice, reason = decision.choice.value, decision.reason.value
         self._core.tally.add(metrics.GATE_DECISIONS.key(choice, reason))
         if logger.isEnabledFor(logging.DEBUG):
-            self._explain(state, ruling)
+            logger.debug(
+                "tiered-kv: gate: request %s: %s; engine %s; prefill %s; queued: %d B of copies, "
+                "%d B of reads",
+                state.request.request_id,
+                ruling.words(state.request.num_tokens),
+                "busy" if self._is_busy else "idle",
+                self.gate.curve(is_busy=self._is_busy) or "not known",
+                self._copying(),
+                self._reading(),
+            )
         if state.fetch is None:
             ruling.began = now
         ruling.admitted = now
@@ -447,31 +379,6 @@ class RequestGate:
         tally = self._core.tally
         tally.add(metrics.GATE_SECONDS.key(what, "predicted"), predicted)
         tally.add(metrics.GATE_SECONDS.key(what, "actual"), actual)
-
-    def _explain(self, state: RequestState, ruling: Ruling) -> None:
-        decision, request = ruling.decision, state.request
-        curve = self.gate.curve(is_busy=self._is_busy)
-        logger.debug(
-            "tiered-kv: gate: request %s: load %s (%s): %d of %d tokens will be on the device; "
-            "load %.4g s, first token in %s s, the other way in %s s; replaced recompute %s s; "
-            "engine %s, step %.4g s, prefill %s; queued: copies %d B, reads %d B",
-            request.request_id,
-            decision.choice.value,
-            decision.reason.value,
-            decision.end,
-            request.num_tokens,
-            decision.load,
-            *(_seconds(s) for s in (decision.total, decision.instead, decision.replaced)),
-            "busy" if self._is_busy else "idle",
-            ruling.turn,
-            "not known" if curve is None else curve,
-            self._copying(),
-            self._reading(),
-        )
-
-
-def _seconds(value: float | None) -> str:
-    return "?" if value is None else f"{value:.4g}"
 
 
 def _work(scheduled: Mapping[str, int], requests: Mapping[str, RequestState]) -> Work:

@@ -318,7 +318,7 @@ class SchedulerHalf:
         self._drained = True
         if self.core.disk is not None:
             self.core.disk.take_in()
-            self.gate.go_on()
+            self.gate.probe.go_on()
         if self._endpoint is None or not self.core.ledger.stores:
             return
         for report in self._endpoint.drain():

@@ -258,7 +258,7 @@ class LoadPlanner:
         Its copy ends within moments, and then it can be loaded.
         """
         node = state.awaited
-        if node is None or not node.is_arriving or self._gate.is_probed(node):
+        if node is None or not node.is_arriving or self._gate.probe.is_reading(node):
             return False
         return self._wait(state, self._gate.worth_waiting(state, computed, STORE_PATIENCE))
 

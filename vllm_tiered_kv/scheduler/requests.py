@@ -15,8 +15,8 @@ from vllm_tiered_kv.scheduler.index import Node
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import Request
     from vllm_tiered_kv.scheduler.fetch import Fetch, Look
-    from vllm_tiered_kv.scheduler.gating import Ruling
     from vllm_tiered_kv.scheduler.jobs import ActiveLoad
+    from vllm_tiered_kv.scheduler.ruling import Ruling
 
 NEVER = 1 << 62
 
