@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.gate import Choice, Decision, Gate, GateMode, Option, Question, Work
@@ -38,6 +39,24 @@ LEAST_COPY_PATIENCE = 0.25
 """Seconds a load may wait at least before its first copy: on a busy machine threads come late."""
 
 
+_P = ParamSpec("_P")
+
+
+def _never_fatal(
+    method: Callable[Concatenate[RequestGate, _P], None],
+) -> Callable[Concatenate[RequestGate, _P], None]:
+    """What is only noted must not end an engine: a mistake of ours costs a measurement."""
+
+    @functools.wraps(method)
+    def guarded(self: RequestGate, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception:  # noqa: BLE001
+            self._core.bug("the gate")
+
+    return guarded
+
+
 class RequestGate:
     """Asks the gate for requests; scheduler thread only."""
 
@@ -57,6 +76,7 @@ class RequestGate:
 
     # -- the engine's steps --------------------------------------------------------------
 
+    @_never_fatal
     def planned(
         self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState], *, loads: bool
     ) -> None:
@@ -73,6 +93,7 @@ class RequestGate:
         self.steps.planned(self._core.clock(), work, is_clean=not loads, last=tuple(last))
         self._scheduled, self._gone = scheduled, 0
 
+    @_never_fatal
     def ended(self) -> None:
         """The oldest step's output has been taken in."""
         step = self.steps.ended(now := self._core.clock())
@@ -274,6 +295,12 @@ class RequestGate:
         ruling.give_up_at = None
         return False
 
+    @_never_fatal
+    def go_on(self) -> None:
+        """Take in what was read in the background; once a step."""
+        self.probe.go_on()
+
+    @_never_fatal
     def fetched(self, state: RequestState, fetch: Fetch) -> None:
         """All that was to be read for a request has been."""
         now = self._core.clock()
@@ -299,10 +326,14 @@ class RequestGate:
 
     # -- loads ---------------------------------------------------------------------------
 
-    def admitted(self, state: RequestState) -> None:
-        """vLLM admits a request: what was decided for it holds."""
+    @_never_fatal
+    def admitted(self, state: RequestState, tokens: int) -> None:
+        """vLLM admits a request and takes ``tokens`` of what was offered."""
         ruling = state.ruling
         if ruling is None:
+            return
+        if state.offer is not None and tokens <= 0:
+            state.ruling = None  # it takes another connector's
             return
         if ruling.admitted is not None:  # a second time, with its load on the device
             self._resumed(ruling, ruling.admitted)
@@ -338,6 +369,7 @@ class RequestGate:
         worth = decision.replaced or most
         return min(most, max(LEAST_COPY_PATIENCE, self.gate.patience(decision.load), worth))
 
+    @_never_fatal
     def copied(self, load: ActiveLoad) -> None:
         """A load has ended on every rank."""
         if load.status is JobStatus.DONE and not load.stale and load.copies:

@@ -181,10 +181,7 @@ class SchedulerHalf:
         if self.core.settings.withdraws:
             self._uncache_withdrawn(output)
         loads, stores = self.loads, self.stores
-        try:
-            self.gate.planned(output.num_scheduled_tokens, requests, loads=bool(loads.jobs))
-        except Exception:  # noqa: BLE001
-            self.core.bug("noting what a step computes")
+        self.gate.planned(output.num_scheduled_tokens, requests, loads=bool(loads.jobs))
         plan = StepPlan(
             self._setup,
             tuple(loads.jobs),
@@ -204,10 +201,7 @@ class SchedulerHalf:
 
     def step_ended(self) -> None:
         """vLLM has taken in the output of the oldest step that was planned."""
-        try:
-            self.gate.ended()
-        except Exception:  # noqa: BLE001
-            self.core.bug("noting how long a step took")
+        self.gate.ended()
 
     def _uncache_withdrawn(self, output: SchedulerOutput) -> None:
         """Take out of the device's prefix cache what requests were to compute in this step.
@@ -318,7 +312,7 @@ class SchedulerHalf:
         self._drained = True
         if self.core.disk is not None:
             self.core.disk.take_in()
-            self.gate.probe.go_on()
+            self.gate.go_on()
         if self._endpoint is None or not self.core.ledger.stores:
             return
         for report in self._endpoint.drain():

@@ -125,6 +125,7 @@ class LoadPlanner:
 
     def allocated(self, state: RequestState, blocks: KVCacheBlocks, tokens: int) -> None:
         """vLLM admits the request and takes ``tokens`` of what was offered."""
+        self._gate.admitted(state, tokens)
         offer, state.offer = state.offer, None
         state.counted = False
         state.waiting_since = None
@@ -132,7 +133,6 @@ class LoadPlanner:
         state.look = None
         state.is_crowded = False
         self.lost.discard(state.request.request_id)
-        self._gate.admitted(state)
         try:
             self._begin(state, offer, blocks, tokens)
         finally:
