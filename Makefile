@@ -40,6 +40,7 @@ bench: venv ## the quick benchmarks
 	@$(BIN)/python -m benchmarks.tier_copy --quick
 	@$(BIN)/python -m benchmarks.disk_tier --quick
 	@$(BIN)/python -m benchmarks.replay --quick
+	@$(BIN)/python -m benchmarks.gate --quick
 	@$(BIN)/python -m benchmarks.ab_ttft --quick
 	@$(BIN)/python -m benchmarks.ab_ttft.restart --quick
 	@$(BIN)/python -m benchmarks.store_cost --quick

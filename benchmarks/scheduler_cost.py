@@ -44,7 +44,7 @@ class NoFolder:
     """Stands for the disk agent's thread, which is not what is measured: a real catalogue."""
 
     is_readable = is_writable = True
-    is_degraded = False
+    is_degraded = is_connecting = False
     used = evicted = 0
     addresses = ("", "", b"")
 

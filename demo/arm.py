@@ -59,7 +59,7 @@ def serve_spec(model: Path, capacity: str | None) -> ServeSpec:
             "kv_connector": "TieredKVConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"cpu": {"capacity": capacity}},
+            "kv_connector_extra_config": {"cpu": {"capacity": capacity}, "gate": "always"},
         },
     )
 

@@ -68,6 +68,8 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         draft_tokens=compat.draft_tokens(vllm_config),
         withdraws=compat.schedules_by_priority(vllm_config),
         eviction=options.cpu.eviction if options.cpu is not None else Eviction.LRU,
+        gate=options.gate,
+        token_budget=compat.token_budget(vllm_config),
         event_groups=compat.event_groups(vllm_config, kv_cache_config),
     )
     agent = None

@@ -8,6 +8,7 @@ key that does not exist, the nearest one that does.
 from __future__ import annotations
 
 import difflib
+import enum
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
+from vllm_tiered_kv.gate import GateMode
 from vllm_tiered_kv.policies import Eviction
 
 _UNITS = {
@@ -121,6 +123,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     cpu: CpuOptions | None = None
     disk: DiskOptions | None = None
+    gate: GateMode = GateMode.MEASURED
+    """What decides whether a stored prefix is loaded or computed again."""
     store_generated: bool = True
     """Also store chunks that hold generated tokens, not only prompt tokens."""
     chunk_tokens: int | None = None
@@ -263,7 +267,8 @@ def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any], root: str) 
     if missing := re.search(r"missing required field `(\w+)`", reason):
         return f"{f'{path}.' if path else ''}{missing[1]}: required, but not given"
     if reason.startswith("Invalid enum value"):
-        reason = "expected one of " + ", ".join(each.value for each in Eviction)
+        choices: type[enum.Enum] = GateMode if path == "gate" else Eviction
+        reason = "expected one of " + ", ".join(each.value for each in choices)
     return f"{path or root}: {value!r} is not valid: {reason}"
 
 

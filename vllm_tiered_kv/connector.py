@@ -217,6 +217,7 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
 
     def get_kv_connector_stats(self) -> compat.KVConnectorStats | None:
         if self.role is compat.KVConnectorRole.SCHEDULER:
+            self._scheduler.step_ended()  # vLLM asks once for every output it takes in
             return self._scheduler.take_stats()
         return None  # ranks report to the scheduler half, which counts
 

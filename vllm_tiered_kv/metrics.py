@@ -37,7 +37,7 @@ class Metric(msgspec.Struct, frozen=True):
 TIERS = ("cpu", "disk")
 DIRECTIONS = ("store", "load")
 EVENTS = ("stored", "loaded", "evicted", "dropped", "failed")
-RESULTS = ("hit", "miss", "wait", "skipped")
+RESULTS = ("hit", "miss", "wait", "skipped", "refused")
 KINDS = (
     "adapter",
     "adapter_limit",
@@ -67,7 +67,7 @@ KINDS = (
 LOOKUPS = Metric(
     "lookups",
     ("result",),
-    "Look-ups of requests: hit, miss, wait, skipped.",
+    "Look-ups of requests: hit, miss, wait, skipped, refused.",
     tuple((result,) for result in RESULTS),
 )
 HIT_TOKENS = Metric(
@@ -103,7 +103,47 @@ HOOK_SECONDS = Metric(
     "Seconds in our hooks on the engine's threads: of processor time (cpu), and with what "
     "other threads took meanwhile (wall).",
 )
-COUNTERS = (LOOKUPS, HIT_TOKENS, BYTES, SECONDS, CHUNKS, FAILURES, HOOK_SECONDS)
+GATE_CHOICES = (
+    ("all", "predicted"),
+    ("all", "learning"),
+    ("all", "forced"),
+    ("part", "predicted"),
+    ("part", "exploring"),
+    ("none", "predicted"),
+)
+GATE_DECISIONS = Metric(
+    "gate_decisions",
+    ("choice", "reason"),
+    "What was done with prefixes that could be loaded: all, part, none; and why.",
+    GATE_CHOICES,
+)
+GATE_SECONDS = Metric(
+    "gate_seconds",
+    ("what", "kind"),
+    "Seconds, predicted and actual, of loads, and of prefills chosen instead of one (recompute); "
+    "and, predicted, of the prefills that loads replaced.",
+    (
+        ("load", "predicted"),
+        ("load", "actual"),
+        ("replaced", "predicted"),
+        ("recompute", "predicted"),
+        ("recompute", "actual"),
+    ),
+)
+GATE_REGRET = Metric(
+    "gate_regret_seconds",
+    ("choice",),
+    "Seconds to the first token beyond what the other choice was predicted to take.",
+    (("all",), ("part",), ("none",)),
+)
+GATE_PROBES = Metric(
+    "gate_probes", ("tier",), "Background reads that measure a tier nobody uses.", (("disk",),)
+)
+GATE_GIVEN_UP = Metric(
+    "gate_given_up", ("tier",), "Waits that were ended because a tier fell behind.", (("disk",),)
+)
+GATE = (GATE_DECISIONS, GATE_SECONDS, GATE_REGRET, GATE_PROBES, GATE_GIVEN_UP)
+COUNTERS = (LOOKUPS, HIT_TOKENS, BYTES, SECONDS, CHUNKS, FAILURES, HOOK_SECONDS, *GATE)
 
 CAPACITY = Metric("capacity_bytes", ("tier",), "Size of the tier, over all ranks.")
 USAGE = Metric("usage_bytes", ("tier",), "Bytes of the tier that hold chunks.")

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from vllm_tiered_kv.gate import GateMode
+
 KEY = "tiered_kv"
 
 
@@ -16,6 +18,8 @@ class RequestParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     store: bool = True
     load: bool = True
+    gate: GateMode | None = None
+    """What decides whether its prefix is loaded; None: the option ``gate``."""
 
 
 DEFAULT = RequestParams()

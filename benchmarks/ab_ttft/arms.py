@@ -101,7 +101,7 @@ def connector(arm: Arm, setup: Setup, lmcache_port: int) -> dict[str, Any] | Non
         return _transfer_config("ExampleConnector", {"shared_storage_path": str(folder)})
     if arm in WITH_LMCACHE:
         return lmcache.connector(lmcache_port)
-    extra: dict[str, Any] = {"cpu": {"capacity": f"{setup.capacity_gib}GiB"}}
+    extra: dict[str, Any] = {"cpu": {"capacity": f"{setup.capacity_gib}GiB"}, "gate": "always"}
     if folder is not None:
         extra["disk"] = {"path": str(folder), "capacity": f"{setup.disk_gib}GiB"}
     return _transfer_config("TieredKVConnector", extra) | {"kv_load_failure_policy": "recompute"}

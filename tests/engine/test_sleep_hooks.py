@@ -24,7 +24,7 @@ llm = LLM(
     num_gpu_blocks_override=200, kv_cache_memory_bytes=64 << 20, kv_transfer_config={
         "kv_connector": "TieredKVConnector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"cpu": {"capacity": "64MiB"}},
+        "kv_connector_extra_config": {"cpu": {"capacity": "64MiB"}, "gate": "always"},
     },
 )
 connector = get_kv_transfer_group()

@@ -29,6 +29,7 @@ from tests.scheduler.manual import ManualSim, Pace
 from tests.scheduler.neighbour import Desk, beside
 from tests.scheduler.rank import Runner
 from tests.scheduler.sim import BLOCK, STATE, prompt
+from vllm_tiered_kv.gate import Work
 from vllm_tiered_kv.tiers.disk.orders import Outcome
 from vllm_tiered_kv.tiers.disk.settings import FOLDER_BYTES
 
@@ -50,6 +51,9 @@ PARAMS = st.sampled_from(
         {"tiered_kv": {"load": False}},
         {"tiered_kv": {"store": False, "load": False}},
         {"tiered_kv": {"load": "yes"}},
+        {"tiered_kv": {"gate": "never"}},
+        {"tiered_kv": {"gate": "measured"}},
+        {"tiered_kv": {"gate": "sometimes"}},
         {"tiered_kv": {"unknown": 1}},
         {"tiered_kv": [1, 2]},
         {"tiered_kv": None},
@@ -94,6 +98,8 @@ OPTIONS = st.fixed_dictionaries(
         "policy": st.sampled_from(["recompute", "recompute", "recompute", "fail"]),
         "store_generated": st.sampled_from([True, True, False]),
         "trust_after_reset": st.sampled_from([False, False, False, True]),
+        "gate": st.sampled_from(["always", "always", "measured"]),
+        "taught": st.sampled_from([None, (1e-9, 1e-9), (1e-9, 1e-3), (1e-3, 1e-3)]),
         "neighbour": st.sampled_from(["", "", "first", "second"]),
         "pace": st.sampled_from(list(Pace)),
         "every_step": st.booleans(),
@@ -137,12 +143,14 @@ class EngineMachine(RuleBasedStateMachine):
         """The disk tier's folder."""
         self.place = ""
         self.given: dict[str, Any] = {}
+        self.taught: tuple[float, float] | None = None
+        """What the gate knows of its tiers from the start."""
 
     @initialize(options=OPTIONS)
     def start(self, options: dict[str, Any]) -> None:
         given = dict(options)
         place = given.pop("neighbour")
-        ours = ("store_generated", "trust_after_reset")
+        ours = ("store_generated", "trust_after_reset", "gate")
         extra = {"load_deadline": 10.0, **{key: given.pop(key) for key in ours}}
         self.trusts = extra["trust_after_reset"]
         pace, self.every_step = given.pop("pace"), given.pop("every_step")
@@ -156,6 +164,7 @@ class EngineMachine(RuleBasedStateMachine):
             files = max(chunks, 2) * groups * FILE_BYTES
             capacity = int(given["ranks"] * (1.5 * files + FOLDER_BYTES) / 0.95)
             extra["disk"] = {"path": str(self.root), "capacity": capacity, "min_free": 1, **disk}
+        self.taught = given.pop("taught")
         given["num_blocks"] *= groups
         given["capacity_chunks"] = max(given["capacity_chunks"], groups)
         self.place = place
@@ -171,6 +180,21 @@ class EngineMachine(RuleBasedStateMachine):
             given["beside"] = beside(self.place, self.desk)
         self.sim = ManualSim(**given)
         self.sim.pace = pace
+        if self.taught is not None:
+            self._teach(*self.taught)
+
+    def _teach(self, copy: float, read: float) -> None:
+        """Here nothing takes time but what a rule lets pass: say what it took elsewhere.
+
+        Args:
+            copy: seconds a byte, from slots to the device; computing a token takes a millisecond.
+            read: seconds a byte, from files.
+        """
+        gate = self.sim.half.gate.gate
+        for i in range(1, 30):
+            gate.prefill.observe(Work(20 * i, 200.0 * i**2, is_prefill=True), 0.02 * i)
+            gate.copy.observe(5000 * i, 5000 * i * copy)
+            gate.disk.observe(5000 * i, 5000 * i * read)
 
     # -- clients -----------------------------------------------------------------------
 

@@ -180,7 +180,7 @@ class ManualAgent(DiskAgent):
             catalogue,
             send=self._sockets.send,
             ask=self._keeper.ask,
-            tell=self._ended.append,
+            tell=self._note_end,
             trouble=self._trouble,
             clock=clock,
         )

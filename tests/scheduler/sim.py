@@ -167,6 +167,7 @@ class Sim:
             "kv_connector_extra_config": {
                 "cpu": {"capacity": 4096 * capacity_chunks * ranks},
                 "chunk_tokens": BLOCK * chunk_blocks,
+                "gate": "always",  # who tests hits must not depend on what was measured
                 **(extra or {}),
             },
         }

@@ -25,7 +25,8 @@ SEEN = (
     "chunks|evicted|cpu chunks|failed|cpu failures|load_failed lookups|wait failures|params "
     "drafts|accepted drafts|rejected neighbour|ended restarts hit_tokens|disk chunks|stored|disk "
     "chunks|loaded|disk chunks|failed|disk chunks|evicted|disk "
-    "failures|disk_damaged"
+    "failures|disk_damaged gate_decisions|all|forced gate_decisions|all|learning "
+    "gate_decisions|all|predicted gate_decisions|none|predicted"
 ).split()
 """What a run must have come across, or it has not tried what it is for."""
 SETTINGS = settings(

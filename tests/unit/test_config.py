@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_tiered_kv import config
 from vllm_tiered_kv.config import ConfigError, Size, check_capacity, format_size, parse_options
+from vllm_tiered_kv.gate import GateMode
 from vllm_tiered_kv.params import DEFAULT, ParamsError, RequestParams, parse_params
 
 
@@ -57,6 +58,12 @@ DISK = {"path": "/mnt/kv", "capacity": "1GiB"}
         ({"cpu": {}}, ["cpu.capacity", "required"]),
         ({}, ["no tier", "cpu"]),
         ({"cpu": {"capacity": 1}, "store_generated": "yes"}, ["store_generated", "'yes'"]),
+        (
+            {"cpu": {"capacity": 1}, "gate": "sometimes"},
+            ["gate", "'sometimes'", "always"],
+        ),
+        ({"cpu": {"capacity": 1}, "gates": "never"}, ["gates", "'never'", "'gate'"]),
+        ({"cpu": {"capacity": 1}, "gate": True}, ["gate", "True"]),
         ({"cpu": {"capacity": 1}, "chunk_tokens": -16}, ["chunk_tokens", "-16"]),
         ({"cpu": {"capacity": 1}, "load_deadline": 0}, ["load_deadline", "0"]),
         ({"cpu": {"capacity": 1}, "load_deadline": "fast"}, ["load_deadline", "'fast'"]),
@@ -116,6 +123,8 @@ def test_request_params() -> None:
     assert parse_params(None) == DEFAULT
     assert parse_params({"do_remote_prefill": True}) == DEFAULT
     assert parse_params({"tiered_kv": {"store": False}}) == RequestParams(store=False)
+    wanted = RequestParams(gate=GateMode.ALWAYS)
+    assert parse_params({"tiered_kv": {"gate": "always"}}) == wanted
 
 
 @pytest.mark.parametrize("bad", [{"stor": False}, {"store": "no"}, 3, "x", None, [1]])

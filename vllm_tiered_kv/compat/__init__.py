@@ -75,6 +75,7 @@ from vllm_tiered_kv.compat.supported import (
     draft_tokens,
     has_prefix_caching,
     schedules_by_priority,
+    token_budget,
     tokens_in_flight,
 )
 from vllm_tiered_kv.compat.unsupported import UnsupportedModel
@@ -141,6 +142,7 @@ __all__ = [
     "preempted",
     "ranks_elsewhere",
     "schedules_by_priority",
+    "token_budget",
     "tokens_in_flight",
     "torch_version",
     "uncache_blocks",

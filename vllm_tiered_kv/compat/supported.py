@@ -34,6 +34,14 @@ def draft_tokens(vllm_config: VllmConfig) -> int:
     return int(vllm_config.num_speculative_tokens)
 
 
+def token_budget(vllm_config: VllmConfig) -> int:
+    """Tokens of one request that vLLM schedules in one step at most."""
+    scheduler = vllm_config.scheduler_config
+    budget = int(scheduler.max_num_batched_tokens)
+    long_prefill = int(scheduler.long_prefill_token_threshold)
+    return min(budget, long_prefill) if long_prefill > 0 else budget
+
+
 def tells_of_sleep() -> bool:
     """Whether this vLLM tells connectors before it takes KV memory away (0.33 does)."""
     return all(

@@ -175,7 +175,10 @@ _CONFIG = [
         "world_size rank decode_context_parallel_size pipeline_parallel_size nnodes_within_dp "
         "distributed_executor_backend",
     ),
-    *_read("vllm.config:SchedulerConfig", "policy"),
+    *_read(
+        "vllm.config:SchedulerConfig",
+        "policy max_num_batched_tokens long_prefill_token_threshold",
+    ),
     *_read("vllm.config:CacheConfig", "enable_prefix_caching kv_cache_layout"),
     *_read(
         "vllm.config:ModelConfig",

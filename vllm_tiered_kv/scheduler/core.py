@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_tiered_kv import compat, metrics
+from vllm_tiered_kv.gate import GateMode
 from vllm_tiered_kv.geometry import Geometry
 from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.policies import Eviction
@@ -54,6 +55,10 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     """vLLM may take a request out of the step it is planning: it schedules by priority."""
     eviction: Eviction = Eviction.LRU
     """What the CPU tier evicts first."""
+    gate: GateMode = GateMode.MEASURED
+    """What decides whether a stored prefix is loaded."""
+    token_budget: int = 8192
+    """Tokens of a request that fit in one step."""
     event_groups: tuple[compat.EventGroup, ...] | None = None
     """How KV events name each KV cache group's kind; None: KV events are off."""
 

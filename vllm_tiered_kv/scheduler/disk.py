@@ -249,7 +249,7 @@ class DiskPlanner:
             self._count("loaded")
         elif ended.outcome is not Outcome.DROPPED:
             self._count("failed")
-        self.lookups.ended(ended.job, ended.outcome)
+        self.lookups.ended(ended.job, ended.outcome, ended.at)
 
     def _write_ended(self, ended: Ended) -> None:
         if ended.outcome is Outcome.DONE:

@@ -22,11 +22,16 @@ class Fetch:
     __slots__ = (
         "_waiting",
         "added",
+        "ahead",
+        "arrived",
+        "ended_at",
+        "failed",
         "jobs",
         "keys",
         "needed",
         "next",
         "nodes",
+        "ordered_at",
         "over",
         "parent",
         "read",
@@ -53,6 +58,15 @@ class Fetch:
         self.over = False
         """It is not waited for any more: what has arrived is offered."""
         self._waiting: list[Node] = []
+        self.ordered_at: float | None = None
+        """When its first read was ordered, if it was noted."""
+        self.ahead = 0
+        """Reads that were under way then."""
+        self.arrived = 0
+        """Reads that were ordered for it and have ended well."""
+        self.failed = 0
+        self.ended_at: float | None = None
+        """When the last of its reads ended."""
 
     @property
     def is_ordered(self) -> bool:

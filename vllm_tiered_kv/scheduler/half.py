@@ -19,6 +19,7 @@ from vllm_tiered_kv.protocol import Direction, Setup, StepPlan, WorkerReport
 from vllm_tiered_kv.scheduler.adapters import LoraName
 from vllm_tiered_kv.scheduler.core import TIER, Core, SchedulerSettings
 from vllm_tiered_kv.scheduler.disk import Since
+from vllm_tiered_kv.scheduler.gating import RequestGate
 from vllm_tiered_kv.scheduler.loads import LoadPlanner
 from vllm_tiered_kv.scheduler.requests import NEVER, RequestState
 from vllm_tiered_kv.scheduler.states import NO_STATES, States, found_states, kept_states
@@ -56,7 +57,8 @@ class SchedulerHalf:
     ) -> None:
         self._on_shutdown = on_shutdown
         self.core = Core(settings, clock, agent)
-        self.loads = LoadPlanner(self.core)
+        self.gate = RequestGate(self.core)
+        self.loads = LoadPlanner(self.core, self.gate)
         self.stores = StorePlanner(self.core, self._drain_once)
         self._endpoint = endpoint
         self._setup = Setup(
@@ -179,6 +181,7 @@ class SchedulerHalf:
         if self.core.settings.withdraws:
             self._uncache_withdrawn(output)
         loads, stores = self.loads, self.stores
+        self.gate.planned(output.num_scheduled_tokens, requests, loads=bool(loads.jobs))
         plan = StepPlan(
             self._setup,
             tuple(loads.jobs),
@@ -195,6 +198,10 @@ class SchedulerHalf:
         self.core.adapters.watch.clear()
         self.core.adapters.unwatch.clear()
         return plan
+
+    def step_ended(self) -> None:
+        """vLLM has taken in the output of the oldest step that was planned."""
+        self.gate.ended()
 
     def _uncache_withdrawn(self, output: SchedulerOutput) -> None:
         """Take out of the device's prefix cache what requests were to compute in this step.
@@ -258,6 +265,7 @@ class SchedulerHalf:
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """The request ends; its blocks are freed when this returns."""
         state = self._requests.get(request.request_id)
+        self.gate.gone(request.request_id)
         if state is not None:
             self.loads.forget_fetch(state)
         if state is None or state.load is not None:
@@ -304,6 +312,7 @@ class SchedulerHalf:
         self._drained = True
         if self.core.disk is not None:
             self.core.disk.take_in()
+            self.gate.go_on()
         if self._endpoint is None or not self.core.ledger.stores:
             return
         for report in self._endpoint.drain():

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import metrics
+from vllm_tiered_kv.gate import GateMode
 from vllm_tiered_kv.protocol import JobStatus, LoadJob
 from vllm_tiered_kv.scheduler.adapters import BASE_MODEL, MAX_ADAPTERS, Verdict
 from vllm_tiered_kv.scheduler.core import TIER, Core
 from vllm_tiered_kv.scheduler.disk import TIER as DISK
-from vllm_tiered_kv.scheduler.fetch import Look
+from vllm_tiered_kv.scheduler.fetch import Fetch, Look
+from vllm_tiered_kv.scheduler.gating import RequestGate
 from vllm_tiered_kv.scheduler.groups import usable_chunks
 from vllm_tiered_kv.scheduler.jobs import ActiveLoad
 from vllm_tiered_kv.scheduler.plan import chunk_key, chunk_keys, count_chunks, plan_load
@@ -39,8 +41,9 @@ MAX_FAILED_LOADS = 1
 class LoadPlanner:
     """Look-ups and loads."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, gate: RequestGate) -> None:
         self._core = core
+        self._gate = gate
         self._loading: dict[bytes, str] = {}  # chunk key -> the request that loads it
         self._ranks_by: float | None = None
         """Until when look-ups wait for ranks that do not know of the disk tier yet."""
@@ -71,8 +74,11 @@ class LoadPlanner:
         # request is out of the way. It is computed, for which vLLM needs no more than free blocks.
         refused = state.offer is not None and bool(self.lost)
         state.restart(core.epoch, core.geometry.chunk_tokens)
+        if state.fetch is None:
+            state.ruling = None
         content = state.content
-        allowed = state.params.load and state.failed_loads < MAX_FAILED_LOADS and not refused
+        allowed = state.params.load and self._gate.mode(state) is not GateMode.NEVER
+        allowed = allowed and state.failed_loads < MAX_FAILED_LOADS and not refused
         if content is None or not allowed or request.skip_reading_prefix_cache:
             return self._answer(state, "skipped", 0)
         # A load may cover the whole prompt: vLLM then computes the last token again. The
@@ -83,7 +89,7 @@ class LoadPlanner:
         if first >= count_chunks(request.block_hashes, reusable, core.geometry):
             return self._answer(state, "miss", 0)
         key = chunk_key(request.block_hashes, first, core.geometry, content.digest)
-        if self._awaits_load(state, key) or self._awaits_store(state):
+        if self._awaits_load(state, key, computed) or self._awaits_store(state, computed):
             return None  # asked again in every step, for every request that waits: stay cheap
         if self._awaits_disk(state) or self._awaits_ranks(state):
             return None
@@ -91,27 +97,34 @@ class LoadPlanner:
         run = core.index.ready_run(keys, first)
         usable = usable_chunks(core.geometry, run, first, computed)
         if core.disk is not None and state.fetch is None and first + usable < len(keys):
-            if self._awaits_look(state, keys, first):
-                return None
-            state.fetch = core.disk.lookups.fetch(keys, first, computed, usable)
+            if self._gate.may_read(state, keys, first, computed, usable):
+                if self._awaits_look(state, keys, first, computed):
+                    return None
+                state.fetch = self._fetch(state, keys, first, computed, usable)
             if self._awaits_disk(state):
                 return None
         end = first + len(run)
         beyond = core.index.get(keys[end]) if end < len(keys) else None
         state.awaited = beyond or next((node for node in run[usable:] if node.coming), None)
-        if self._awaits_store(state):
+        if self._awaits_store(state, computed):
             return None
         if not usable:
-            return self._answer(state, "miss", 0)
+            refused = state.ruling is not None and state.fetch is None
+            return self._answer(state, "refused" if refused else "miss", 0)
+        worth = self._gate.copy_to(state, first, computed, run, usable)
+        if not worth:
+            return self._answer(state, "refused", 0)
         if self._awaits_room(state):
             return None
         if state.is_crowded:
+            state.ruling = None
             return self._answer(state, "skipped", 0)
-        state.offer = Offer(computed, first, tuple(run[:usable]))
+        state.offer = Offer(computed, first, tuple(run[:worth]))
         return self._answer(state, "hit", state.offer.tokens(core.geometry.chunk_tokens))
 
     def allocated(self, state: RequestState, blocks: KVCacheBlocks, tokens: int) -> None:
         """vLLM admits the request and takes ``tokens`` of what was offered."""
+        self._gate.admitted(state, tokens)
         offer, state.offer = state.offer, None
         state.counted = False
         state.waiting_since = None
@@ -156,7 +169,7 @@ class LoadPlanner:
         tokens_in_all = state.request.num_tokens
         self.room.takes(load.request_id, tokens_in_all, blocks.get_block_ids(), core.null_block)
         job = core.ledger.add_load(load)
-        deadline = core.settings.load_deadline
+        deadline = self._gate.deadline(state)
         use = (state.content or BASE_MODEL).use
         self.jobs.append(LoadJob(job, load.request_id, load.copies, deadline, use))
 
@@ -164,6 +177,7 @@ class LoadPlanner:
         """Every rank is done with the slots and the blocks."""
         core = self._core
         core.count_copy("load", load.nbytes, load.seconds)
+        self._gate.copied(load)
         if load.status is JobStatus.DONE and not load.stale:
             core.tally.add(metrics.HIT_TOKENS.key(TIER), load.tokens - load.from_disk)
             if load.from_disk:
@@ -200,6 +214,9 @@ class LoadPlanner:
             # Which of its blocks hold good bytes is known when vLLM schedules it again.
             state.restart(self._core.epoch, self._core.geometry.chunk_tokens)
             state.failed_loads += 1
+            self._gate.lost(state)
+        else:
+            self._gate.arrived(state, load)
 
     def reset(self) -> None:
         """Loads under way must end as failed."""
@@ -234,21 +251,26 @@ class LoadPlanner:
             adapters.went_without(state.lora)
         return False
 
-    def _awaits_store(self, state: RequestState) -> bool:
+    def _awaits_store(self, state: RequestState, computed: int) -> bool:
         """Whether to ask again later: a chunk or a part of it is on its way into the tier.
 
         Its copy ends within moments, and then it can be loaded.
         """
         node = state.awaited
-        return node is not None and node.is_arriving and self._wait(state, STORE_PATIENCE)
+        if node is None or not node.is_arriving or self._gate.probe.is_reading(node):
+            return False
+        return self._wait(state, self._gate.worth_waiting(state, computed, STORE_PATIENCE))
 
     def _awaits_disk(self, state: RequestState) -> bool:
         """Whether to ask again later: chunks are being read from disk for the request."""
         fetch, disk = state.fetch, self._core.disk
         if fetch is None or fetch.over or disk is None:
             return False
-        if disk.lookups.goes_on(fetch) and self.may_wait(state):
-            return True
+        if disk.lookups.goes_on(fetch):
+            if self.may_wait(state) and self._gate.still_waits(state, fetch):
+                return True
+        else:
+            self._gate.fetched(state, fetch)
         fetch.stop()
         fetch.over = True  # what has arrived is offered, and the rest is computed
         return False
@@ -263,7 +285,24 @@ class LoadPlanner:
             self._ranks_by = now + CONNECT_PATIENCE  # a rank that never comes holds up nobody else
         return now < self._ranks_by and self._wait(state, CONNECT_PATIENCE)
 
-    def _awaits_look(self, state: RequestState, keys: Sequence[bytes], first: int) -> bool:
+    def _fetch(
+        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
+    ) -> Fetch | None:
+        """Begin to read what is worth it of what lies on disk."""
+        disk = self._core.disk
+        fetch = disk.lookups.fetch(keys, first, computed, usable) if disk is not None else None
+        if disk is None or fetch is None:
+            return None
+        worth = self._gate.read_to(state, fetch, keys, first, computed, usable)
+        if not worth:
+            disk.lookups.release(fetch)
+            return None
+        disk.lookups.cut(fetch, worth)
+        return fetch
+
+    def _awaits_look(
+        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int
+    ) -> bool:
         """Whether to ask again later: it is being seen what other engines have written."""
         disk = self._core.disk
         if disk is None or not disk.agent.settings.shared:
@@ -272,19 +311,21 @@ class LoadPlanner:
             state.look = Look()
         if state.look.over:
             return False
-        if disk.lookups.look(state.look, keys, first) and self._wait(state, LOOK_PATIENCE):
+        patience = self._gate.worth_waiting(state, computed, LOOK_PATIENCE)
+        if disk.lookups.look(state.look, keys, first) and self._wait(state, patience):
             return True
         state.look.over = True
         return False
 
-    def _awaits_load(self, state: RequestState, key: bytes) -> bool:
+    def _awaits_load(self, state: RequestState, key: bytes, computed: int) -> bool:
         """Whether to ask again later: another request is loading this very prefix."""
         core = self._core
         owner = self._loading.get(key) if core.settings.shares_device_prefixes else None
         shared = owner is not None and owner != state.request.request_id
         if not shared and len(core.ledger.loads) < MAX_LOADS:
             return False
-        return self.may_wait(state)
+        most = core.settings.load_deadline
+        return self._wait(state, self._gate.worth_waiting(state, computed, most))
 
     def _awaits_room(self, state: RequestState) -> bool:
         """Whether to ask again later: with one more load none might ever get what it needs."""

@@ -32,10 +32,11 @@ LOOK_GROWTH = 8
 
 
 class _Read:
-    __slots__ = ("groups", "is_new", "node")
+    __slots__ = ("fetch", "groups", "is_new", "node")
 
-    def __init__(self, node: Node, groups: tuple[int, ...], *, is_new: bool) -> None:
+    def __init__(self, node: Node, groups: tuple[int, ...], fetch: Fetch, *, is_new: bool) -> None:
         self.node = node
+        self.fetch = fetch
         self.groups = groups
         self.is_new = is_new
 
@@ -158,6 +159,13 @@ class DiskReads:
                 self.ended(order.job, Outcome.DROPPED)
         return fetch.is_under_way
 
+    def cut(self, fetch: Fetch, chunks: int) -> None:
+        """Of a fetch of which nothing was ordered, only the head is wanted."""
+        fetch.keys = fetch.keys[:chunks]
+        slots = chunks * len(self._geometry.groups)
+        self.held -= fetch.slots - slots
+        fetch.slots = slots
+
     def release(self, fetch: Fetch) -> None:
         """Nobody waits for it any more."""
         fetch.stop()
@@ -202,7 +210,7 @@ class DiskReads:
         fetch.read.add(node)
         if missing:
             job = self._number()
-            self._reads[job] = _Read(node, groups, is_new=is_new)
+            self._reads[job] = _Read(node, groups, fetch, is_new=is_new)
             parts = tuple([Part(group, slots[group]) for group in groups])
             orders.append(ReadOrder(job, key, parts, self._patience))
             fetch.jobs.append(job)
@@ -224,11 +232,14 @@ class DiskReads:
         self._looks.discard(job)
         return True
 
-    def ended(self, job: int, outcome: Outcome) -> None:
-        """A read has ended on every rank."""
+    def ended(self, job: int, outcome: Outcome, at: float | None = None) -> None:
+        """A read has ended on every rank, at that time."""
         read = self._reads.pop(job)
-        index, node = self._index, read.node
+        index, node, fetch = self._index, read.node, read.fetch
         good = outcome is Outcome.DONE
+        fetch.arrived += good
+        fetch.failed += not good
+        fetch.ended_at = at
         if not read.is_new:
             index.extended(node, read.groups, arrived=good)
             return

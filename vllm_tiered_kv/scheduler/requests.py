@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm_tiered_kv.compat import Request
     from vllm_tiered_kv.scheduler.fetch import Fetch, Look
     from vllm_tiered_kv.scheduler.jobs import ActiveLoad
+    from vllm_tiered_kv.scheduler.ruling import Ruling
 
 NEVER = 1 << 62
 
@@ -64,6 +65,7 @@ class RequestState:
         "params",
         "planned",
         "request",
+        "ruling",
         "tail",
         "unsure",
         "used",
@@ -111,6 +113,8 @@ class RequestState:
         self.unsure = True
         """vLLM has not scheduled it since it was looked up, or since a load failed: what it
         counts as computed may never have arrived."""
+        self.ruling: Ruling | None = None
+        """What the gate decided, until the first token."""
         self.counted = False
         """Whether this admission's look-up is in the counters."""
 

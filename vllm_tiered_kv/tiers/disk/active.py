@@ -20,6 +20,8 @@ class Ended(msgspec.Struct, frozen=True):
     """Bytes read, or written to new files, by all ranks."""
     seconds: float = 0.0
     """Of the slowest rank."""
+    at: float | None = None
+    """When it ended, by the agent's clock."""
 
 
 class ActiveOrder:

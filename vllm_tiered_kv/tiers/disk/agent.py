@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from vllm_tiered_kv.config import format_size
 from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.tiers.disk.active import Ended
@@ -84,7 +86,7 @@ class DiskAgent:
             catalogue,
             send=sockets.send,
             ask=self._keeper.ask,
-            tell=self._ended.append,
+            tell=self._note_end,
             trouble=self._trouble,
             clock=clock,
         )
@@ -336,6 +338,9 @@ class DiskAgent:
         if self._sockets.malformed != self._malformed:
             self._malformed = self._sockets.malformed
             self._trouble("report", "a message to the disk agent was not a report")
+
+    def _note_end(self, ended: Ended) -> None:
+        self._ended.append(msgspec.structs.replace(ended, at=self._clock()))
 
     def _hear(self, news: News) -> None:
         """On the keeper's thread, which can wait: no news may be lost."""

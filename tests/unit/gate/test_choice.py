@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of all that could be loaded what is best under the models, found by looking at few ends."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_tiered_kv.gate import Choice, Gate, GateMode, Option, Question, Reason, Work
+from vllm_tiered_kv.gate.choice import AS_GOOD, decide, forced, kinks
+from vllm_tiered_kv.gate.prefill import Curve
+
+CHUNK = 16
+RATE = st.one_of(st.just(0.0), st.floats(1e-7, 1.0))
+CURVES = st.builds(Curve, RATE, RATE, st.floats(0, 1e-3), st.integers(1, 2000))
+SOURCE = st.tuples(RATE, RATE, st.integers(0, 60))
+"""Seconds before the first token comes, seconds a token, chunks."""
+
+
+@given(
+    curve=CURVES,
+    start=st.integers(0, 100),
+    rest=st.integers(1, 40),
+    fixed=RATE,
+    sources=st.tuples(SOURCE, SOURCE),
+)
+def test_no_end_is_better(
+    curve: Curve,
+    start: int,
+    rest: int,
+    fixed: float,
+    sources: tuple[tuple[float, float, int], tuple[float, float, int]],
+) -> None:
+    first = start // CHUNK
+    (_, near_token, near), (far_latency, far_token, far) = sources
+    total = near + far
+    prompt = max(start, (first + total) * CHUNK) + rest
+
+    def load(chunks: int) -> float:
+        seconds = fixed + chunks * CHUNK * near_token  # all passes through the nearer one
+        if chunks > near:
+            seconds += far_latency + (chunks - near) * CHUNK * far_token
+        return seconds
+
+    every = {n: load(n) + curve.seconds((first + n) * CHUNK, prompt) for n in range(1, total + 1)}
+    every = {n: seconds for n, seconds in every.items() if (first + n) * CHUNK > start}
+    best = min([*every.values(), curve.seconds(start, prompt)])
+
+    looked_at = {near, total, *(t // CHUNK - first for t in kinks(prompt, curve.budget, CHUNK))}
+    options = [
+        Option((first + n) * CHUNK, load(n), n > near) for n in sorted(looked_at & set(every))
+    ]
+    decision = decide(Question(start, prompt, tuple(options)), curve)
+    assert decision.total is not None
+    assert decision.total <= (1 + AS_GOOD) * best * (1 + 1e-9) + 1e-12
+    for option in options:  # nothing that is as good takes less of the accelerator
+        if option.end > decision.end:
+            assert option.load + curve.seconds(option.end, prompt) > (1 + AS_GOOD) * min(
+                [decision.total / (1 + AS_GOOD), best]
+            )
+
+
+@given(CURVES, st.integers(0, 500), st.integers(1, 500), st.integers(1, 500))
+def test_pieces_of_a_recompute_add_up(curve: Curve, start: int, a: int, b: int) -> None:
+    free = Curve(0.0, curve.token, curve.pair, curve.budget)
+    whole = free.seconds(start, start + a + b)
+    parts = free.seconds(start, start + a) + free.seconds(start + a, start + a + b)
+    assert abs(whole - parts) <= 1e-9 * (whole + 1)
+
+
+def test_what_is_as_good_and_spares_the_accelerator_is_taken() -> None:
+    curve = Curve(0.0, 1e-3, 0.0, 10_000)
+    question = Question(0, 1000, (Option(900, 0.91),))
+    assert decide(question, curve).choice is Choice.ALL  # 1.01 s against 1 s
+    refusal = decide(Question(0, 1000, (Option(900, 0.95),)), curve)
+    assert refusal.choice is Choice.NONE
+    assert refusal.instead is not None
+    assert abs(refusal.instead - 1.05) < 1e-9
+
+
+def test_a_prefix_is_loaded_where_the_rest_is_slower() -> None:
+    curve = Curve(0.01, 1e-3, 0.0, 10_000)
+    question = Question(0, 1000, (Option(400, 0.02), Option(960, 5.0, reads=True)))
+    decision = decide(question, curve)
+    assert (decision.choice, decision.end) == (Choice.PART, 400)
+    assert decision.replaced is not None
+    assert abs(decision.replaced - 0.4) < 1e-9
+
+
+def taught(gate: Gate, token: float = 1e-4, copy: float = 1e-9, read: float = 1e-9) -> Gate:
+    for i in range(40):
+        tokens = 100 + 50 * i
+        gate.prefill.observe(Work(tokens, tokens**2 / 2, is_prefill=True), token * tokens)
+        gate.copy.observe((1 + i) << 20, copy * ((1 + i) << 20))
+        gate.disk.observe((1 + i) << 20, read * ((1 + i) << 20))
+    return gate
+
+
+def test_an_engine_that_knows_nothing_loads() -> None:
+    gate = Gate(2048, 10.0)
+    question = Question(0, 1000, (Option(960, 100.0),))
+    decision = gate.decide(question, GateMode.MEASURED, is_busy=False)
+    assert (decision.choice, decision.reason) == (Choice.ALL, Reason.LEARNING)
+    assert decision.instead is None  # so there is no regret either
+
+
+def test_always_is_always() -> None:
+    question = Question(0, 1000, (Option(960, 100.0),))
+    decision = taught(Gate(2048, 10.0)).decide(question, GateMode.ALWAYS, is_busy=False)
+    assert (decision.choice, decision.reason) == (Choice.ALL, Reason.FORCED)
+    assert decision.instead is not None
+    assert decision.instead < 0.2
+    assert forced(Question(0, 1000, ()), Reason.FORCED, None).choice is Choice.NONE
+
+
+def test_what_is_refused_is_tried_within_an_allowance() -> None:
+    """One hundredth of the time that requests take, and no more."""
+    gate = taught(Gate(2048, 10.0))
+    question = Question(0, 1000, (Option(960, 0.2),))  # 0.1 s to compute
+    small = Question(0, 1000, (Option(128, 0.1),))
+    spent, lost, tries = 0.0, 0.0, 0
+    for _ in range(1000):
+        refused = gate.decide(question, GateMode.MEASURED, is_busy=False)
+        assert refused.choice is Choice.NONE
+        decision = gate.explore(refused, small, is_busy=False)
+        assert decision.total is not None
+        gate.took(decision.total)
+        spent += decision.total
+        if decision.reason is Reason.EXPLORING:
+            assert decision.instead is not None
+            tries, lost = tries + 1, lost + decision.total - decision.instead
+    assert tries >= 5
+    assert lost <= 0.011 * spent

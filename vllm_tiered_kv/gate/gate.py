@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate: the models, and what they say of one request."""
+
+from __future__ import annotations
+
+import msgspec
+
+from vllm_tiered_kv.gate.choice import Choice, Decision, Question, Reason, decide, forced
+from vllm_tiered_kv.gate.load import LoadModel
+from vllm_tiered_kv.gate.mode import GateMode
+from vllm_tiered_kv.gate.prefill import Curve, PrefillModel
+from vllm_tiered_kv.gate.regret import Allowance
+
+COPY_BANDWIDTH = 2e9
+"""Bytes a second that slots are copied with at least, where nothing else is known."""
+READ_BANDWIDTH = 2e8
+PATIENCE = 3.0
+"""What has taken so many times what was predicted is late."""
+LEAST_PATIENCE = 0.1
+"""Seconds in which nothing is late."""
+
+
+class Gate:
+    """Decides; scheduler thread only.
+
+    Args:
+        budget: tokens that fit in one step.
+        deadline: seconds that anything may take at most.
+    """
+
+    def __init__(self, budget: int, deadline: float) -> None:
+        self._deadline = deadline
+        self.prefill = PrefillModel(budget)
+        self.copy = LoadModel(COPY_BANDWIDTH, first=3)
+        """From slots to the device."""
+        self.disk = LoadModel(READ_BANDWIDTH, first=2)
+        """From files to slots."""
+        self._allowance = Allowance()
+
+    def decide(self, question: Question, mode: GateMode, *, is_busy: bool) -> Decision:
+        """Choose for one request.
+
+        Args:
+            mode: not ``NEVER``: then there is nothing to ask.
+            is_busy: other requests are running.
+        """
+        curve = self.prefill.curve(is_busy=is_busy)
+        if mode is GateMode.ALWAYS:
+            return forced(question, Reason.FORCED, curve)
+        if curve is None or not self._knows(question):
+            return forced(question, Reason.LEARNING, curve)
+        return decide(question, curve)
+
+    def explore(self, refused: Decision, question: Question, *, is_busy: bool) -> Decision:
+        """What was refused may be tried now and then, for what it is expected to cost.
+
+        Args:
+            refused: the choice to load nothing.
+            question: what may be tried, one option: the less, the sooner.
+        """
+        curve = self.prefill.curve(is_busy=is_busy)
+        if curve is None or refused.total is None:
+            return refused
+        load = forced(question, Reason.EXPLORING, curve)
+        if load.total is None:
+            return refused
+        if not self._allowance.spend(max(0.0, load.total - refused.total)):
+            return refused
+        return msgspec.structs.replace(load, choice=Choice.PART)
+
+    def curve(self, *, is_busy: bool) -> Curve | None:
+        return self.prefill.curve(is_busy=is_busy)
+
+    def _knows(self, question: Question) -> bool:
+        """Whether all has been measured that the options need."""
+        if not question.options:
+            return True
+        return self.copy.is_known and (self.disk.is_known or not question.options[-1].reads)
+
+    def took(self, seconds: float) -> None:
+        """A request that was decided on has its first token."""
+        self._allowance.earn(seconds)
+
+    def patience(self, predicted: float) -> float:
+        """Seconds after which something that was to take so long is late."""
+        return min(self._deadline, max(LEAST_PATIENCE, PATIENCE * predicted))

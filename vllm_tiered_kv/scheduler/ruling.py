@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was decided for a request, and how it is put into words."""
+
+from __future__ import annotations
+
+from vllm_tiered_kv.gate import Decision
+
+
+class Ruling:
+    """What was decided for a request. Mutable; until its first token."""
+
+    __slots__ = (
+        "admitted",
+        "ahead",
+        "began",
+        "copied",
+        "decision",
+        "give_up_at",
+        "known",
+        "predicted_read",
+        "turn",
+    )
+
+    def __init__(self, decision: Decision, began: float, turn: float) -> None:
+        self.decision = decision
+        self.began = began
+        """When it began to cost the request anything."""
+        self.turn = turn
+        """Seconds of an engine step then."""
+        self.ahead = 0
+        """Bytes of loads that were queued before its own."""
+        self.admitted: float | None = None
+        self.copied: float | None = None
+        """Seconds of its load by the load's own clock, from its end until vLLM goes on."""
+        self.known = 0
+        """Chunks that were in the CPU tier then."""
+        self.predicted_read = 0.0
+        self.give_up_at: float | None = None
+        """When what is read from disk for it is late; None: it is not waited for, or patiently."""
+
+    def words(self, tokens: int) -> str:
+        """The decision with all its terms, for a prompt of so many tokens."""
+        decision = self.decision
+        total, instead, replaced = map(
+            _seconds, (decision.total, decision.instead, decision.replaced)
+        )
+        return (
+            f"load {decision.choice.value} ({decision.reason.value}): {decision.end} of {tokens} "
+            f"tokens will be on the device; load {decision.load:.4g} s, first token in {total} s, "
+            f"the other way in {instead} s; replaced recompute {replaced} s; step {self.turn:.4g} s"
+        )
+
+
+def _seconds(value: float | None) -> str:
+    return "?" if value is None else f"{value:.4g}"
