@@ -18,7 +18,7 @@ demo: venv ## two real vLLM servers, without and with the connector, compared re
 	@$(BIN)/python -m demo
 
 test: venv ## all tests but the slow ones (at most 20 minutes)
-	@$(BIN)/python -m pytest -m 'not slow'
+	@tools/test.sh
 
 test-full: venv peers-env ## all tests, long runs included
 	@$(BIN)/python -m pytest --timeout=1800
