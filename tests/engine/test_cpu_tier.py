@@ -265,7 +265,7 @@ def test_a_pause_with_loads_and_stores_under_way(client: Client, mode: str) -> N
 
     def ask(asked: list[int]) -> Completion | None:
         try:
-            return client.complete(asked, max_tokens=30)
+            return client.complete(asked, max_tokens=300)
         except RequestFailed:
             return None  # aborted before its first token
 
@@ -273,7 +273,7 @@ def test_a_pause_with_loads_and_stores_under_way(client: Client, mode: str) -> N
         answers = [pool.submit(ask, asked) for asked in tokens]
         client.wait_for_metrics(
             lambda m: (
-                m.value("vllm:num_requests_running") + m.value("vllm:num_requests_waiting") > 0
+                m.value("vllm:num_requests_running") + m.value("vllm:num_requests_waiting") == 3
             )
         )
         assert client.post("/pause", mode=mode) == {"status": "paused"}

@@ -33,6 +33,7 @@ def again(client: Client, tokens: list[int]) -> int:
     return client.complete(tokens, max_tokens=1).cached_tokens
 
 
+@pytest.mark.slow
 def test_a_tier_is_used_while_it_is_faster_than_computing(servers: Pool, tmp_path: Path) -> None:
     """Milliseconds against seconds, so that no measurement can be in doubt."""
     delays = tmp_path / "delays"
