@@ -6,8 +6,9 @@
 Chunks of random bytes are stored and loaded, each a file, by threads that each take the next one
 when theirs is done. Arms, in turns:
 
-- `ours`: `RankFolder`, with its checksums, a header and a rename a file;
-- `fio`: as many threads with blocks of the same size, in one file each that is there already;
+- `ours`: `RankFolder`, with its checksums, a header and a rename a file; two threads more than
+  the others have, as the tier's own do, but no more of them in an I/O call at once;
+- `fio`: threads with blocks of the same size, in one file each that is there already;
 - `fio, files`: the same with a new file for each block, as the other arms have;
 - `vLLM`: what its own file system tier calls, without checksums.
 
@@ -29,6 +30,7 @@ import random
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,6 +46,8 @@ from vllm_tiered_kv.tiers.disk.store import RankFolder, ReadStatus, WriteStatus
 MIB, GIB = 1 << 20, 1 << 30
 CHUNKS = (1 * MIB, 4 * MIB)
 NAMESPACE = "benchmark"
+HASHING = 2
+"""Threads beyond those that may be in an I/O call: they hash meanwhile."""
 FIO_GOAL = 0.9
 VLLM_GOAL = 1.0
 FACTS = ChunkFacts(tuple(bytes([i]) * 32 for i in range(8)), 8, 0, 128)
@@ -56,7 +60,7 @@ class Case(NamedTuple):
     mode: IoMode
 
     def __str__(self) -> str:
-        return f"{self.chunk // MIB} MiB, {self.threads} threads"
+        return f"{self.chunk // MIB} MiB, depth {self.threads}"
 
     @property
     def chunks(self) -> int:
@@ -93,6 +97,21 @@ def shares(case: Case) -> list[range]:
     return [range(thread, case.chunks, case.threads) for thread in range(case.threads)]
 
 
+class Turns(Files):
+    """No more than so many transfers at once: the depth that the other arms have."""
+
+    def __init__(self, depth: int) -> None:
+        self._turns = threading.Semaphore(depth)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with self._turns:
+            return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with self._turns:
+            return super().pwritev(fd, buffers, offset)
+
+
 class Ours:
     """`RankFolder`. Its folders are made before the time begins, as they are once in its life."""
 
@@ -101,20 +120,20 @@ class Ours:
         self._rank: RankFolder | None = None
 
     def store(self, case: Case, folder: Path) -> float:
-        rank = self._rank = RankFolder(folder, NAMESPACE, 0, files=Files(), mode=case.mode)
+        files = Turns(case.threads)
+        rank = self._rank = RankFolder(folder, NAMESPACE, 0, files=files, mode=case.mode)
         small = memoryview(bytearray(4096))
         for first in range(256):
             rank.write(bytes([first]), 0, small, 4096, FACTS, 0)
         names = keys(case)
 
-        def run(numbers: Sequence[int]) -> None:
-            for number in numbers:
-                view = self._memory.chunk(case, number)
-                written = rank.write(names[number], 0, view, case.chunk, FACTS, time.time_ns())
-                if written.status is not WriteStatus.WRITTEN:
-                    raise RuntimeError(f"a chunk was not stored: {written}")
+        def move(number: int) -> None:
+            view = self._memory.chunk(case, number)
+            written = rank.write(names[number], 0, view, case.chunk, FACTS, time.time_ns())
+            if written.status is not WriteStatus.WRITTEN:
+                raise RuntimeError(f"a chunk was not stored: {written}")
 
-        return in_threads([functools.partial(run, share) for share in shares(case)])
+        return self._run(case, move)
 
     def load(self, case: Case, folder: Path) -> float:
         rank = self._rank
@@ -122,16 +141,30 @@ class Ours:
             raise RuntimeError("nothing was stored")
         names = keys(case)
 
-        def run(numbers: Sequence[int]) -> None:
-            for number in numbers:
-                view = self._memory.chunk(case, number)
-                found = rank.read(names[number], 0, view, case.chunk)
-                if found.status is not ReadStatus.OK:
-                    raise RuntimeError(f"a chunk was not loaded: {found}")
+        def move(number: int) -> None:
+            view = self._memory.chunk(case, number)
+            found = rank.read(names[number], 0, view, case.chunk)
+            if found.status is not ReadStatus.OK:
+                raise RuntimeError(f"a chunk was not loaded: {found}")
 
-        seconds = in_threads([functools.partial(run, share) for share in shares(case)])
+        seconds = self._run(case, move)
         rank.close()
         return seconds
+
+    def _run(self, case: Case, move: Callable[[int], None]) -> float:
+        """Each thread takes the next chunk when its own is done."""
+        numbers = iter(range(case.chunks))
+        lock = threading.Lock()
+
+        def run() -> None:
+            while True:
+                with lock:
+                    number = next(numbers, None)
+                if number is None:
+                    return
+                move(number)
+
+        return in_threads([run] * (case.threads + HASHING))
 
 
 class Vllm:

@@ -38,8 +38,9 @@ from vllm_tiered_kv.tiers.disk.store import RankFolder, ReadStatus, WriteStatus
 
 logger = get_logger(__name__)
 
-READERS = 4
-WRITERS = 2
+READERS = 6
+WRITERS = 4
+"""Of each, one or two hash what they read or will write while the others wait for the disk."""
 MAX_QUEUED = 8192
 """Orders that have not begun; the agent sends far fewer."""
 WRITE_PATIENCE = 60.0
