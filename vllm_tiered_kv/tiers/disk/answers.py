@@ -60,6 +60,11 @@ class Answers:
         self._purged: set[int] = set()
         """Writes under way whose bytes may be wrong."""
 
+    @property
+    def is_purging(self) -> bool:
+        """Whether anything is being written that may be wrong."""
+        return bool(self._purged)
+
     def distrust(self) -> None:
         """What is being written may be wrong."""
         writes = {

@@ -275,6 +275,11 @@ class Catalogue:
         if key not in self._own and key not in self._strays:
             self._distrusted.discard(key)
 
+    @property
+    def has_distrusted(self) -> bool:
+        """Whether files may be left that may be wrong."""
+        return bool(self._distrusted)
+
     def distrusted(self, limit: int) -> list[FileName]:
         """Files that were written in this process's life and may be wrong; about so many."""
         files: list[FileName] = []

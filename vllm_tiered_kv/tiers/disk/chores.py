@@ -39,6 +39,18 @@ class Remove(msgspec.Struct, frozen=True):
     files: Sequence[FileName]
 
 
+class Mark(msgspec.Struct, frozen=True):
+    """Leave word that what was written in this process's life may be wrong; see `marks`."""
+
+    namespace: str
+
+
+class Unmark(msgspec.Struct, frozen=True):
+    """All of that is gone."""
+
+    namespace: str
+
+
 class Touch(msgspec.Struct, frozen=True):
     """Write down when files were used, for later starts and other engines."""
 
@@ -56,7 +68,7 @@ class Measure(msgspec.Struct, frozen=True):
     """See how much room the file system has."""
 
 
-Chore = Prepare | Scan | Remove | Touch | Probe | Measure
+Chore = Prepare | Scan | Remove | Mark | Unmark | Touch | Probe | Measure
 
 
 class Prepared(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.tiers.disk.chores import (
     BATCH,
     Chore,
+    Mark,
     Measure,
     Measured,
     News,
@@ -35,12 +36,14 @@ from vllm_tiered_kv.tiers.disk.chores import (
     ScanPiece,
     Touch,
     Trouble,
+    Unmark,
 )
 from vllm_tiered_kv.tiers.disk.direct import probe
 from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.folders import open_folder, open_root
 from vllm_tiered_kv.tiers.disk.identity_file import write_identity
+from vllm_tiered_kv.tiers.disk.marks import clear_mark, inherit, set_mark
 from vllm_tiered_kv.tiers.disk.names import chunk_file, rank_folder, shard_folder
 from vllm_tiered_kv.tiers.disk.scan import Unreadable, scan_root
 from vllm_tiered_kv.tiers.disk.survey import Leftovers, Survey
@@ -48,6 +51,8 @@ from vllm_tiered_kv.tiers.disk.survey import Leftovers, Survey
 logger = get_logger(__name__)
 
 MAX_CHORES = 4096
+_LAST_CHORES = (Touch, Remove, Mark)
+"""Those that are done also when the process ends."""
 BREATH = 0.001
 """Seconds between batches of a scan: its thread shares the interpreter with the scheduler's."""
 
@@ -70,6 +75,8 @@ class Keeper:
         self._root = root
         self._files = files
         self._tell = tell
+        self._since_ns = time.time_ns()
+        self._inherited = False
         self._leftovers = Leftovers()
         self._looked_at_owners = False
         self._wake = threading.Condition()
@@ -99,7 +106,7 @@ class Keeper:
         with self._wake:
             self._closing = True
             self._close_by = time.monotonic() + timeout / 2
-            self._chores = deque(c for c in self._chores if isinstance(c, Touch | Remove))
+            self._chores = deque(c for c in self._chores if isinstance(c, _LAST_CHORES))
             self._wake.notify()
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -130,6 +137,10 @@ class Keeper:
                 self._scan(chore)
             case Remove():
                 self._remove(chore.files)
+            case Mark():
+                self._mark(chore)
+            case Unmark():
+                clear_mark(self._files, self._root, chore.namespace, self._since_ns)
             case Touch():
                 self._touch(chore.files)
             case Probe():
@@ -145,6 +156,12 @@ class Keeper:
         if reason is not None:
             self._tell(Trouble(chore, reason.value))
             return
+        if not self._inherited:
+            reason = inherit(self._files, self._root, chore.namespace, self._go_on)
+            if reason is not None:
+                self._tell(Trouble(chore, reason.value))
+                return
+            self._inherited = True
         if not self._looked_at_owners:
             self._looked_at_owners = True
             self._warn_of_others(chore.namespace)
@@ -168,6 +185,15 @@ class Keeper:
                         path,
                     )
                     return
+
+    def _go_on(self) -> bool:
+        self._step()
+        return not self._closing
+
+    def _mark(self, chore: Mark) -> None:
+        reason = set_mark(self._files, self._root, chore.namespace, self._since_ns)
+        if reason is not None:
+            self._tell(Trouble(chore, reason.value))
 
     def _measure(self) -> None:
         root = open_root(self._files, self._root)
@@ -207,7 +233,7 @@ class Keeper:
             due = [chore for chore in self._chores if not isinstance(chore, Scan)]
             self._chores = deque(chore for chore in self._chores if isinstance(chore, Scan))
         for chore in due:
-            if not self._closing or isinstance(chore, Touch | Remove):
+            if not self._closing or isinstance(chore, _LAST_CHORES):
                 self._try(chore)
 
     def _remove(self, names: Sequence[FileName]) -> None:

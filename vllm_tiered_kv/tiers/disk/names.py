@@ -22,6 +22,7 @@ _RANK = re.compile(rf"r({_NUMBER})")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _CHUNK = re.compile(rf"((?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}})\.({_NUMBER})\.kv")
 _TEMP = re.compile(r"[0-9a-z-]{1,64}\.tmp")
+_MARK = re.compile(r"distrusted-([0-9]{1,19})\.mark")
 
 
 class ChunkName(msgspec.Struct, frozen=True):
@@ -85,3 +86,13 @@ def temp_file(token: str) -> str:
 
 def is_temp_file(name: str) -> bool:
     return _TEMP.fullmatch(name) is not None
+
+
+def mark_file(since_ns: int) -> str | None:
+    """Args: since_ns: nanoseconds since the epoch. None where there is no such name."""
+    return f"distrusted-{since_ns}.mark" if 0 <= since_ns < 10**19 else None
+
+
+def parse_mark_file(name: str) -> int | None:
+    match = _MARK.fullmatch(name)
+    return None if match is None else int(match[1])

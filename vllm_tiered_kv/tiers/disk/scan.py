@@ -23,6 +23,7 @@ from vllm_tiered_kv.tiers.disk.walk import (
     Foreign,
     Found,
     FoundIdentity,
+    FoundMark,
     FoundTemp,
     Item,
     Left,
@@ -36,6 +37,7 @@ __all__ = [
     "Foreign",
     "Found",
     "FoundIdentity",
+    "FoundMark",
     "FoundTemp",
     "Item",
     "Unreadable",
@@ -89,6 +91,8 @@ def remove_namespace(files: Files, root: Path, namespace: str) -> Iterator[Found
                 files, step.name, step.folder
             ):
                 yield step.item
+            elif isinstance(step.item, FoundMark):
+                _unlinked(files, step.name, step.folder)
 
 
 def remove_found(files: Files, root: Path, found: Found | FoundTemp) -> bool:

@@ -9,6 +9,7 @@ from vllm_tiered_kv.tiers.disk.walk import (
     FolderMade,
     Found,
     FoundIdentity,
+    FoundMark,
     FoundTemp,
     Item,
     Unreadable,
@@ -50,6 +51,8 @@ class Survey:
                 self.other += 0 if self._may_be_written(item) else item.size
             case FoundIdentity():
                 self.other += max(PAGE, item.size)
+            case FoundMark():
+                pass  # an empty file
             case FolderMade():
                 self.other += 0 if self._is_reserved(item) else PAGE
             case Unreadable():

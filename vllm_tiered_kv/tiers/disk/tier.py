@@ -17,6 +17,7 @@ from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
 from vllm_tiered_kv.tiers.disk.chores import (
     BATCH,
     Chore,
+    Mark,
     Measured,
     News,
     Prepare,
@@ -29,6 +30,7 @@ from vllm_tiered_kv.tiers.disk.chores import (
     ScanPiece,
     Touch,
     Trouble,
+    Unmark,
 )
 from vllm_tiered_kv.tiers.disk.direct import IoMode
 from vllm_tiered_kv.tiers.disk.entries import FileName
@@ -110,6 +112,8 @@ class DiskTier:
         self._ranks = Ranks(settings.ranks, send)
         self._closed = False
         self._readable = False
+        self._to_mark = False
+        self._marked = False
         self._touch_at = 0.0
 
     # -- what others may ask -----------------------------------------------------------
@@ -237,6 +241,8 @@ class DiskTier:
         """What was written in this process's life may be wrong: remove it."""
         self._flight.drop_writes()
         self._answers.distrust()
+        self._to_mark = self._catalogue.has_distrusted
+        self._mark()
         self._removal.remove_distrusted()
 
     # -- from the ranks ----------------------------------------------------------------
@@ -300,12 +306,24 @@ class DiskTier:
         self._maybe_open()
         self._pump()
 
+    def _mark(self) -> None:
+        """Whoever comes after us must know what we could not remove; before the first removal."""
+        if self._to_mark and self._ask(Mark(self._namespace)):
+            self._to_mark, self._marked = False, True
+
+    def _unmark(self) -> None:
+        over = not (self._catalogue.has_distrusted or self._answers.is_purging)
+        if self._marked and over and self._ask(Unmark(self._namespace)):
+            self._marked = False
+
     def _keeper_failed(self, news: Trouble, now: float) -> None:
         self._upkeep.failed(news.chore, now)
         self._trouble("disk_folder", f"the disk tier's folder: {news.reason}")
         match news.chore:
             case Remove():
                 self._removal.failed(news.chore)
+            case Mark():
+                self._to_mark, self._marked = True, False
             case Probe():
                 self._tell(Ended(news.chore.job, Outcome.FAILED))
 
@@ -352,7 +370,9 @@ class DiskTier:
         if self._upkeep.scan_is_due(now):
             self._begin_scan(now)
         if self._upkeep.keeps.is_good:
+            self._mark()
             self._removal.remove_distrusted()
+            self._unmark()
         if now >= self._touch_at:
             self._touch_at = now + TOUCH_EVERY
             self.flush()

@@ -20,6 +20,7 @@ from vllm_tiered_kv.tiers.disk.names import (
     is_shard_folder,
     is_temp_file,
     parse_chunk_file,
+    parse_mark_file,
     parse_rank_folder,
     rank_folder,
     shard_folder,
@@ -59,6 +60,12 @@ class FoundIdentity(msgspec.Struct, frozen=True):
     size: int
 
 
+class FoundMark(msgspec.Struct, frozen=True):
+    """The file that says what of a namespace is being removed; see `marks`."""
+
+    namespace: str
+
+
 class FolderMade(msgspec.Struct, frozen=True):
     """A folder that is named as ours are, told before what is in it."""
 
@@ -83,7 +90,7 @@ class Unreadable(msgspec.Struct, frozen=True):
     reason: FailureReason
 
 
-Item = Found | FoundTemp | FoundIdentity | FolderMade | Foreign | Unreadable
+Item = Found | FoundTemp | FoundIdentity | FoundMark | FolderMade | Foreign | Unreadable
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -139,6 +146,8 @@ class Walk:
                 return self._temp(folder, namespace, namespace, None, name)
             if name == IDENTITY_FILE:
                 return self._identity(folder, namespace)
+            if parse_mark_file(name) is not None:
+                return self._file(folder, namespace, name, lambda _: FoundMark(namespace))
             return _foreign(folder, namespace, name)
 
         return self._folder(top, "", namespace, inside, FolderMade(namespace, None))
