@@ -11,6 +11,7 @@ import torch
 
 from vllm_tiered_kv import assemble, compat, metrics
 from vllm_tiered_kv.config import ConfigError
+from vllm_tiered_kv.exposition import PromMetrics
 from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.profile import timed
 from vllm_tiered_kv.protocol import StepPlan, WorkerReport
@@ -241,4 +242,4 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> compat.KVConnectorPromMetrics | None:
-        return metrics.PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

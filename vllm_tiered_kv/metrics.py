@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we count, and how it reaches vLLM's ``/metrics``.
+"""What we count, and how it travels to vLLM's front end.
 
-A counter or gauge is a declared name and one value per label, in order. Both halves count
-into :class:`Tally`; the scheduler half hands the increments to vLLM, which carries them to
-the front end, where :class:`PromMetrics` holds the Prometheus objects.
+A metric is a declared name and one value per label, in order. Both halves count into
+:class:`Tally`; the scheduler half hands what came together to vLLM, which carries it to the front
+end, where ``exposition.py`` holds the Prometheus objects.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from vllm_tiered_kv.compat import KVConnectorPromMetrics, KVConnectorStats
+from vllm_tiered_kv.compat import KVConnectorStats
 
 PREFIX = "vllm:tiered_kv_"
-_SEPARATOR = "|"
+SEPARATOR = "|"
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -28,10 +27,12 @@ class Metric(msgspec.Struct, frozen=True):
     doc: str
     series: tuple[tuple[str, ...], ...] = ()
     """Label values known from the start: they exist, at zero, before the first event."""
+    buckets: tuple[float, ...] = ()
+    """Upper bounds; a histogram has them."""
 
     def key(self, *values: str) -> str:
         """The flat name under which one of its time series travels."""
-        return _SEPARATOR.join((self.name, *values))
+        return SEPARATOR.join((self.name, *values))
 
 
 TIERS = ("cpu", "disk")
@@ -47,8 +48,10 @@ KINDS = (
     "disk_folder",
     "disk_hung",
     "disk_missing",
+    "disk_ranks",
     "disk_read",
     "disk_remove",
+    "disk_room",
     "disk_write",
     "foreign",
     "hung",
@@ -67,25 +70,28 @@ KINDS = (
 LOOKUPS = Metric(
     "lookups",
     ("result",),
-    "Look-ups of requests: hit, miss, wait, skipped, refused.",
+    "Look-ups of requests: hit, miss, skipped, refused (what is stored would be slower than "
+    "computing); and wait, besides one of these, where the request was asked to come back.",
     tuple((result,) for result in RESULTS),
 )
 HIT_TOKENS = Metric(
     "hit_tokens",
     ("tier",),
-    "Tokens that arrived in device blocks.",
+    "Tokens loaded from the tier, counted when they have arrived in device blocks.",
     tuple((tier,) for tier in TIERS),
 )
 BYTES = Metric(
     "bytes",
     ("direction", "tier"),
-    "Bytes copied, over all ranks.",
+    "Bytes moved, over all ranks: cpu, between device and host memory; disk, between host memory "
+    "and files.",
     tuple(itertools.product(DIRECTIONS, TIERS)),
 )
 SECONDS = Metric(
     "seconds",
     ("direction", "tier"),
-    "Seconds the copies took, of the slowest rank.",
+    "Seconds that moving these bytes took, each time of the slowest rank. Copies overlap: bytes by "
+    "seconds is the speed of one of them, not of the tier.",
     tuple(itertools.product(DIRECTIONS, TIERS)),
 )
 CHUNKS = Metric(
@@ -101,7 +107,7 @@ HOOK_SECONDS = Metric(
     "hook_seconds",
     ("half", "hook", "clock"),
     "Seconds in our hooks on the engine's threads: of processor time (cpu), and with what "
-    "other threads took meanwhile (wall).",
+    "other threads took meanwhile (wall). Only with TIERED_KV_PROFILE=1.",
 )
 GATE_CHOICES = (
     ("all", "predicted"),
@@ -143,120 +149,125 @@ GATE_GIVEN_UP = Metric(
     "gate_given_up", ("tier",), "Waits that were ended because a tier fell behind.", (("disk",),)
 )
 GATE = (GATE_DECISIONS, GATE_SECONDS, GATE_REGRET, GATE_PROBES, GATE_GIVEN_UP)
-COUNTERS = (LOOKUPS, HIT_TOKENS, BYTES, SECONDS, CHUNKS, FAILURES, HOOK_SECONDS, *GATE)
+SOURCES = ("none", "device", *TIERS, "failed")
+FIRST_TOKEN = Metric(
+    "time_to_first_token_seconds",
+    ("source",),
+    "Seconds from a request's arrival at the scheduler to its first token, without the front end's "
+    "share, by the furthest place that a part of its prompt came from when it began to run: none "
+    "(all of it computed), device (a prefix cache that is not ours), cpu, disk; failed: a load did "
+    "not arrive.",
+    tuple((source,) for source in SOURCES),
+    (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0),
+)
+PROMPT_TOKENS = Metric(
+    "prompt_tokens",
+    ("source",),
+    "Prompt tokens of the requests in time_to_first_token_seconds, all of each prompt, by the same "
+    "source: what comes from a tier is longer than what does not.",
+    tuple((source,) for source in SOURCES),
+)
+COUNTERS = (
+    LOOKUPS,
+    HIT_TOKENS,
+    BYTES,
+    SECONDS,
+    CHUNKS,
+    FAILURES,
+    HOOK_SECONDS,
+    PROMPT_TOKENS,
+    *GATE,
+)
+HISTOGRAMS = (FIRST_TOKEN,)
 
 CAPACITY = Metric("capacity_bytes", ("tier",), "Size of the tier, over all ranks.")
-USAGE = Metric("usage_bytes", ("tier",), "Bytes of the tier that hold chunks.")
+USAGE = Metric(
+    "usage_bytes",
+    ("tier",),
+    "Bytes in use: cpu, those that hold chunks; disk, those of the whole folder, of all who write "
+    "there.",
+)
 IN_FLIGHT = Metric(
     "jobs_in_flight",
     ("direction",),
     "Jobs not yet finished: store, load (device), write, read (disk).",
 )
-DEGRADED = Metric("degraded", ("tier",), "1 while a tier is left alone because of trouble.")
+DEGRADED = Metric(
+    "degraded",
+    ("tier",),
+    "1 while a tier is left alone because of trouble, and after a reset has closed it; else 0.",
+)
 GAUGES = (CAPACITY, USAGE, IN_FLIGHT, DEGRADED)
 
 
 class Tally:
-    """Increments since they were last taken."""
+    """Increments and observations since they were last taken."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
+        self._observed: dict[str, list[float]] = {}
 
     def add(self, key: str, value: float = 1) -> None:
         self._counts[key] = self._counts.get(key, 0) + value
+
+    def observe(self, key: str, value: float) -> None:
+        """For a histogram. At most a few a request: they are kept one by one until taken."""
+        self._observed.setdefault(key, []).append(value)
 
     def take(self) -> dict[str, float]:
         counts, self._counts = self._counts, {}
         return counts
 
+    def take_observed(self) -> dict[str, list[float]]:
+        observed, self._observed = self._observed, {}
+        return observed
+
     def __bool__(self) -> bool:
-        return bool(self._counts)
+        return bool(self._counts or self._observed)
 
 
 class TieredStats(KVConnectorStats):  # type: ignore[misc]
-    """Counters (increments) and gauges (latest values) of one interval.
+    """Counters (increments), gauges (latest values) and observations of one interval.
 
-    ``data`` is ``{"counters": {key: increment}, "gauges": {key: value}}``: plain enough for
-    any serialiser between the engine and the front end.
+    ``data`` is ``{"counters": {key: increment}, "gauges": {key: value}, "observed": {key:
+    [value, ...]}}``: plain enough for any serialiser between the engine and the front end.
     """
 
     data: dict[str, Any]
 
     def reset(self) -> None:
-        self.data = {"counters": {}, "gauges": {}}
+        self.data = {"counters": {}, "gauges": {}, "observed": {}}
 
     def is_empty(self) -> bool:
-        return not self.data.get("counters") and not self.data.get("gauges")
+        return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        counters = dict(self.data.get("counters", {}))
+        counters = dict(self._part("counters"))
         for key, value in other.data.get("counters", {}).items():
             counters[key] = counters.get(key, 0) + value
-        gauges = {**self.data.get("gauges", {}), **other.data.get("gauges", {})}
-        return TieredStats(data={"counters": counters, "gauges": gauges})
+        gauges = {**self._part("gauges"), **other.data.get("gauges", {})}
+        observed = dict(self._part("observed"))
+        for key, values in other.data.get("observed", {}).items():
+            observed[key] = [*observed.get(key, ()), *values]
+        return TieredStats(data={"counters": counters, "gauges": gauges, "observed": observed})
 
     def reduce(self) -> dict[str, int | float]:
         """The one-line summary in vLLM's periodic log."""
-        counters = self.data.get("counters", {})
-        summary = {
-            key.replace(_SEPARATOR, "_"): round(value, 3)
-            for key, value in sorted(counters.items())
+        summary: dict[str, int | float] = {
+            _words(key): round(value, 3)
+            for key, value in sorted(self._part("counters").items())
             if not key.startswith(HOOK_SECONDS.name)
         }
-        return {**summary, **{k.replace(_SEPARATOR, "_"): v for k, v in self._gauges()}}
+        for key, values in sorted(self._part("observed").items()):
+            summary[f"{_words(key)}_count"] = len(values)
+            summary[f"{_words(key)}_mean"] = round(sum(values) / max(1, len(values)), 3)
+        summary.update((_words(key), value) for key, value in sorted(self._part("gauges").items()))
+        return summary
 
-    def _gauges(self) -> Iterable[tuple[str, float]]:
-        return sorted(self.data.get("gauges", {}).items())
+    def _part(self, name: str) -> dict[str, Any]:
+        part: dict[str, Any] = self.data.get(name, {})
+        return part
 
 
-class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The Prometheus side, in the front end."""
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics: dict[str, Any] = {}
-        for counter in COUNTERS:
-            self._metrics[counter.name] = self._counter_cls(
-                name=PREFIX + counter.name,
-                documentation=counter.doc,
-                labelnames=[*labelnames, *counter.labels],
-            )
-        for gauge in GAUGES:
-            self._metrics[gauge.name] = self._gauge_cls(
-                name=PREFIX + gauge.name,
-                documentation=gauge.doc,
-                multiprocess_mode="mostrecent",
-                labelnames=[*labelnames, *gauge.labels],
-            )
-        self._series: dict[tuple[int, str], Any] = {}
-        for counter in COUNTERS:
-            for values in counter.series:
-                for engine_idx in per_engine_labelvalues:
-                    self._find(engine_idx, counter.key(*values))
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for key, value in transfer_stats_data.get("counters", {}).items():
-            if (series := self._find(engine_idx, key)) is not None and value >= 0:
-                series.inc(value)
-        for key, value in transfer_stats_data.get("gauges", {}).items():
-            if (series := self._find(engine_idx, key)) is not None:
-                series.set(value)
-
-    def _find(self, engine_idx: int, key: str) -> Any | None:
-        series = self._series.get((engine_idx, key))
-        if series is not None:
-            return series
-        name, *values = key.split(_SEPARATOR)
-        metric = self._metrics.get(name)
-        engine = self.per_engine_labelvalues.get(engine_idx)
-        if metric is None or engine is None:
-            return None
-        series = metric.labels(*engine, *values)
-        self._series[engine_idx, key] = series
-        return series
+def _words(key: str) -> str:
+    return key.replace(SEPARATOR, "_")

@@ -241,6 +241,7 @@ class Sim:
         self.steps = 0
         self.counters: dict[str, float] = {}
         self.gauges: dict[str, float] = {}
+        self.observed: dict[str, list[float]] = {}
         self.device_hits = 0
         self.external_hits = 0
         self.sources: dict[Any, int] = {}
@@ -471,6 +472,9 @@ class Sim:
             assert not self.half.loads._loading
             assert not self.half.loads.lost
             assert not self.half.core.ledger._readers
+            assert not self.half.first_tokens._due
+            answered = sum(bool(tokens) for tokens in self.outputs.values())
+            assert sum(map(len, self.observed.values())) == answered
             if (disk := self.half.core.disk) is not None:
                 assert not disk.writes
                 assert not disk._writing
@@ -494,6 +498,8 @@ class Sim:
         for key, value in data["counters"].items():
             self.counters[key] = self.counters.get(key, 0) + value
         self.gauges.update(data["gauges"])
+        for key, values in data["observed"].items():
+            self.observed.setdefault(key, []).extend(values)
 
     def _rows(self, output: Any) -> list[Row]:
         """What the ranks are told of each request in a step."""

@@ -19,7 +19,7 @@ from vllm import __version__
 from tools.contract import record, table, wheel
 from tools.contract.__main__ import main
 from tools.contract.source import Source
-from vllm_tiered_kv import connector, metrics
+from vllm_tiered_kv import connector, exposition, metrics
 from vllm_tiered_kv.contract import check, live, needs
 from vllm_tiered_kv.contract.compare import compare
 from vllm_tiered_kv.contract.needs import NEEDS
@@ -32,7 +32,7 @@ OURS = {
     needs.METADATA: connector.StepMetadata,
     needs.WORKER_METADATA: connector.ReportMetadata,
     needs.STATS: metrics.TieredStats,
-    needs.PROM_METRICS: metrics.PromMetrics,
+    needs.PROM_METRICS: exposition.PromMetrics,
 }
 RECORDS = record.recorded()
 

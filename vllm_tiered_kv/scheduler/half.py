@@ -19,6 +19,7 @@ from vllm_tiered_kv.protocol import Direction, Setup, StepPlan, WorkerReport
 from vllm_tiered_kv.scheduler.adapters import LoraName
 from vllm_tiered_kv.scheduler.core import TIER, Core, SchedulerSettings
 from vllm_tiered_kv.scheduler.disk import Since
+from vllm_tiered_kv.scheduler.first_tokens import FirstTokens
 from vllm_tiered_kv.scheduler.gating import RequestGate
 from vllm_tiered_kv.scheduler.loads import LoadPlanner
 from vllm_tiered_kv.scheduler.requests import NEVER, RequestState
@@ -60,6 +61,7 @@ class SchedulerHalf:
         self.gate = RequestGate(self.core)
         self.loads = LoadPlanner(self.core, self.gate)
         self.stores = StorePlanner(self.core, self._drain_once)
+        self.first_tokens = FirstTokens(self.core.tally, clock)
         self._endpoint = endpoint
         self._setup = Setup(
             endpoint.address if endpoint else "",
@@ -169,7 +171,10 @@ class SchedulerHalf:
             if first:
                 self._parked.discard(request_id)
                 self.loads.room.gives(request_id)
+                self.first_tokens.begins(state)
             computed = state.planned = state.request.num_computed_tokens + scheduled
+            if state.awaits_token and computed >= state.request.num_tokens:
+                self.first_tokens.planned(state)
             if computed >= state.next_store_at:
                 tables = functools.partial(_block_tables, output, request_id)
                 try:
@@ -202,6 +207,7 @@ class SchedulerHalf:
     def step_ended(self) -> None:
         """vLLM has taken in the output of the oldest step that was planned."""
         self.gate.ended()
+        self.first_tokens.step_ended()
 
     def _uncache_withdrawn(self, output: SchedulerOutput) -> None:
         """Take out of the device's prefix cache what requests were to compute in this step.
@@ -266,6 +272,7 @@ class SchedulerHalf:
         """The request ends; its blocks are freed when this returns."""
         state = self._requests.get(request.request_id)
         self.gate.gone(request.request_id)
+        self.first_tokens.gone(request.request_id)
         if state is not None:
             self.loads.forget_fetch(state)
         if state is None or state.load is not None:
@@ -342,7 +349,9 @@ class SchedulerHalf:
             self._gauges = dict(gauges)
         if not gauges and not core.tally:
             return None
-        return metrics.TieredStats(data={"counters": core.tally.take(), "gauges": gauges})
+        counters, observed = core.tally.take(), core.tally.take_observed()
+        data = {"counters": counters, "gauges": gauges, "observed": observed}
+        return metrics.TieredStats(data=data)
 
     def take_events(self) -> Sequence[Any]:
         """KV events since the last call, at most one piece; vLLM asks in every step."""
@@ -400,7 +409,8 @@ class SchedulerHalf:
         except ParamsError as error:
             self.core.fail("params", f"ignored: {error}")
         lora = compat.lora_of(request)
-        state = RequestState(request, params, LoraName(*lora) if lora is not None else None)
+        name = LoraName(*lora) if lora is not None else None
+        state = RequestState(request, params, name, self.core.clock())
         self._requests[request.request_id] = state
         return state
 

@@ -190,8 +190,10 @@ class LoadPlanner:
             for source in bad:
                 core.index.discard(load.nodes[source])
             core.count_chunks("failed", len(bad))
-            kind = "load_stale" if load.stale else f"load_{load.status.value}"
-            core.fail(kind, "a load did not arrive; the request is recomputed")
+            core.fail(
+                "load_stale" if load.stale else f"load_{load.status.value}",
+                "a load did not arrive; the request is recomputed",
+            )
         for node in load.nodes:
             core.index.unpin(node)
 
@@ -216,6 +218,7 @@ class LoadPlanner:
             state.failed_loads += 1
             self._gate.lost(state)
         else:
+            state.loaded_from = DISK if load.from_disk else TIER
             self._gate.arrived(state, load)
 
     def reset(self) -> None:

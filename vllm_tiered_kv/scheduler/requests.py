@@ -49,7 +49,10 @@ class RequestState:
     """One request between its arrival and its end. Mutable; scheduler thread only."""
 
     __slots__ = (
+        "arrived_at",
         "awaited",
+        "awaits_token",
+        "began_with",
         "content",
         "counted",
         "epoch",
@@ -57,6 +60,7 @@ class RequestState:
         "fetch",
         "is_crowded",
         "load",
+        "loaded_from",
         "look",
         "lora",
         "next_chunk",
@@ -74,7 +78,11 @@ class RequestState:
     )
 
     def __init__(
-        self, request: Request, params: RequestParams, lora: LoraName | None = None
+        self,
+        request: Request,
+        params: RequestParams,
+        lora: LoraName | None = None,
+        arrived_at: float = 0.0,
     ) -> None:
         self.request = request
         self.params = params
@@ -117,6 +125,14 @@ class RequestState:
         """What the gate decided, until the first token."""
         self.counted = False
         """Whether this admission's look-up is in the counters."""
+        self.arrived_at = arrived_at
+        """When it came to the scheduler, by the scheduler's clock."""
+        self.awaits_token = True
+        """No step planned so far gives its first token."""
+        self.loaded_from: str | None = None
+        """The furthest tier that a load has brought something of its prompt from."""
+        self.began_with = "none"
+        """Where what was not computed of its prompt came from: one of ``metrics.SOURCES``."""
 
     def uncomputed(self, hash_tokens: int) -> Sequence[bytes]:
         """Hashes of its blocks that no step planned so far fills.
@@ -132,6 +148,7 @@ class RequestState:
         """Nothing of it is computed: it is new, or was preempted, or its load failed."""
         self.epoch = epoch
         self.offer = None
+        self.loaded_from = None
         self.next_chunk = 0
         self.tail = None
         self.unsure = True
