@@ -6,7 +6,8 @@ BIN         := .venv/bin
 TYPED       := vllm_tiered_kv tools demo benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full lint typecheck format bench peers-env dist clean distclean
+.PHONY: help venv promtool demo test test-full lint typecheck format dashboard bench peers-env dist \
+	clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -14,13 +15,16 @@ help: ## list the targets
 venv: ## set up .venv: vLLM's CPU build, the tools, this project (nothing to do when it is current)
 	@PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' tools/venv.sh
 
+promtool: ## Debian's promtool under build/, for the tests of the alert rules
+	@tools/promtool.sh
+
 demo: venv ## two real vLLM servers, without and with the connector, compared request by request
 	@$(BIN)/python -m demo
 
-test: venv ## all tests but the slow ones (at most 20 minutes)
+test: venv promtool ## all tests but the slow ones (at most 20 minutes)
 	@tools/test.sh
 
-test-full: venv peers-env ## all tests, long runs included
+test-full: venv promtool peers-env ## all tests, long runs included
 	@$(BIN)/python -m pytest --timeout=1800
 
 lint: venv ## ruff: rules and formatting
@@ -33,6 +37,9 @@ format: venv ## apply ruff's fixes and formatting
 
 typecheck: venv ## mypy --strict
 	@$(BIN)/mypy --strict $(TYPED)
+
+dashboard: venv ## write examples/grafana/dashboard.json from tools/dashboard
+	@$(BIN)/python -m tools.dashboard
 
 bench: venv ## the quick benchmarks
 	@$(BIN)/python -m benchmarks.scheduler_cost --quick
