@@ -88,10 +88,11 @@ def promtool() -> str | None:
     return shutil.which("promtool") or (str(ours) if ours.exists() else None)
 
 
-def run_promtool(program: str, *arguments: object) -> tuple[int, str]:
-    """Its exit code, and what it says."""
+def run_promtool(program: str, *arguments: object, given: str = "") -> tuple[int, str]:
+    """Its exit code, and what it says; ``given`` is what it reads."""
+    command = [program, *map(str, arguments)]
     done = subprocess.run(
-        [program, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+        command, input=given, capture_output=True, text=True, timeout=120, check=False
     )
     return done.returncode, done.stdout + done.stderr
 

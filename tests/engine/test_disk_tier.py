@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import _dashboards as dashboards
 from tests.engine._server import Pool, Running, assert_same_output, prompt
 from tests.soak._footprint import processes
 from tools.serving import Client, Completion, RequestFailed
@@ -111,6 +112,22 @@ def test_killed_while_it_writes_and_then_a_hit(servers: Pool, tmp_path: Path) ->
         assert of_disk(client, "failures_total", kind="disk_damaged") > 0
         assert of_disk(client, "failures_total", kind="internal") == 0
         assert of_disk(client, "degraded", tier="disk") == 0
+        check_dashboards(client, tmp_path)
+
+
+def check_dashboards(client: Client, folder: Path) -> None:
+    """A server with both tiers has all that the dashboard and the alerts ask for."""
+    metrics = client.metrics()
+    assert dashboards.missing(dashboards.all_queries(), metrics) == []
+    made_up = "sum by (tier) (vllm:tiered_kv_made_up + vllm:prompt_tokens_total)"
+    lacks = ["vllm:prompt_tokens_total{tier}", "vllm:tiered_kv_made_up"]
+    assert dashboards.missing([made_up, *dashboards.all_queries()], metrics) == lacks
+    for source in ("none", "cpu", "disk"):
+        assert of_disk(client, "time_to_first_token_seconds_count", source=source) > 0
+        assert of_disk(client, "prompt_tokens_total", source=source) > 0
+    if (promtool := dashboards.promtool()) is not None:
+        queries = [*dashboards.panel_queries(), *dashboards.variable_queries()]
+        assert dashboards.without_result(promtool, queries, metrics, folder) == ""
 
 
 @pytest.mark.slow

@@ -70,7 +70,8 @@ OVERVIEW = Row(
         ),
         Panel(
             "First token without one, median",
-            "The same of requests of which nothing was found anywhere.",
+            "The same of requests of which nothing was found anywhere: what all would wait for at "
+            "these lengths without any cache.",
             "s",
             (Query(quantile(0.5, TTFT, where='source="none"')),),
             Style.NUMBER,
