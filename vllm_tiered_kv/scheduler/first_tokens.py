@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import metrics
 
 if TYPE_CHECKING:
+    from vllm_tiered_kv.scheduler.core import Core
     from vllm_tiered_kv.scheduler.requests import RequestState
 
 
@@ -16,15 +16,10 @@ class FirstTokens:
     """Times each request from its arrival to its first token; scheduler thread only.
 
     A token is there when vLLM has appended it to the request, which shows when a step ends.
-
-    Args:
-        tally: takes what is seen.
-        clock: seconds, monotonic.
     """
 
-    def __init__(self, tally: metrics.Tally, clock: Callable[[], float]) -> None:
-        self._tally = tally
-        self._clock = clock
+    def __init__(self, core: Core) -> None:
+        self._core = core
         self._due: dict[str, RequestState] = {}
         """Requests whose prompt ends in a step that was planned."""
 
@@ -56,9 +51,9 @@ class FirstTokens:
             self._observe(state)
 
     def _observe(self, state: RequestState) -> None:
-        seconds, source = self._clock() - state.arrived_at, state.began_with
-        self._tally.observe(metrics.FIRST_TOKEN.key(source), seconds)
-        self._tally.add(metrics.PROMPT_TOKENS.key(source), state.request.num_prompt_tokens)
+        core, source = self._core, state.began_with
+        core.tally.observe(metrics.FIRST_TOKEN.key(source), core.clock() - state.arrived_at)
+        core.tally.add(metrics.PROMPT_TOKENS.key(source), state.request.num_prompt_tokens)
 
 
 def _has_answered(state: RequestState) -> bool:

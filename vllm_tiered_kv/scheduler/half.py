@@ -61,7 +61,7 @@ class SchedulerHalf:
         self.gate = RequestGate(self.core)
         self.loads = LoadPlanner(self.core, self.gate)
         self.stores = StorePlanner(self.core, self._drain_once)
-        self.first_tokens = FirstTokens(self.core.tally, clock)
+        self.first_tokens = FirstTokens(self.core)
         self._endpoint = endpoint
         self._setup = Setup(
             endpoint.address if endpoint else "",
