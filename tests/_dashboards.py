@@ -20,6 +20,8 @@ from tools.serving import Metrics
 FOLDER = ROOT / "examples" / "grafana"
 OF_THE_SCRAPE = frozenset({"instance", "job"})
 """Labels that Prometheus adds."""
+CHOSEN = {"$__rate_interval": "1m", "$model": ".*", "$instance": ".*"}
+"""What Grafana puts in: all models, all servers."""
 _VARIABLE = re.compile(r"label_values\((?P<expr>.+), *(?P<label>\w+)\)")
 
 
@@ -34,10 +36,8 @@ def rules() -> list[dict[str, Any]]:
 
 
 def panel_queries() -> list[str]:
-    """As Prometheus gets them, all models and servers chosen."""
-    found = [target["expr"] for panel in panels() for target in panel["targets"]]
-    chosen = {"$__rate_interval": "1m", "$model": ".*", "$instance": ".*"}
-    return [_replace(query, chosen) for query in found]
+    """As Prometheus gets them."""
+    return [_filled(target["expr"]) for panel in panels() for target in panel["targets"]]
 
 
 def variable_queries() -> list[str]:
@@ -48,7 +48,7 @@ def variable_queries() -> list[str]:
         if variable["type"] == "query":
             match = _VARIABLE.fullmatch(variable["query"]["query"])
             assert match is not None, variable
-            found.append(f"sum by ({match['label']}) ({match['expr']})")
+            found.append(_filled(f"sum by ({match['label']}) ({match['expr']})"))
     return found
 
 
@@ -128,8 +128,8 @@ def _written(name: str, labels: dict[str, str]) -> str:
     return f"{name}{{{inside}}}"
 
 
-def _replace(query: str, values: dict[str, str]) -> str:
-    for name, value in values.items():
+def _filled(query: str) -> str:
+    for name, value in CHOSEN.items():
         query = query.replace(name, value)
     assert "$" not in query, query
     return query
