@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,6 +53,8 @@ class ManualKeeper(Keeper):
         self._root, self._files, self._tell = root, Files(), tell
         self._leftovers = Leftovers()
         self._looked_at_owners = False
+        self._since_ns = time.time_ns()
+        self._inherited = False
         self._closing = False
         self._close_by = math.inf
         self.busy_since = None

@@ -58,4 +58,5 @@ class FirstTokens:
 
 def _has_answered(state: RequestState) -> bool:
     """Not so an aborted request, nor one that was preempted while its token was computed."""
-    return state.request.num_tokens > state.request.num_prompt_tokens
+    request = state.request
+    return bool(request.num_tokens > request.num_prompt_tokens)
