@@ -306,13 +306,17 @@ def test_stores_that_come_too_fast_are_dropped_tail_first(tmp_path: Path) -> Non
 
 
 class HeldScan(FaultyFiles):
-    """Folders are listed only once a test lets it."""
+    """Folders are listed only once a test lets it; but for the marks, before the scan."""
 
     def __init__(self) -> None:
         super().__init__(0)
         self.began, self.may_go_on = threading.Event(), threading.Event()
+        self._listed_marks = False
 
     def scandir(self, fd: int) -> Any:
+        if not self._listed_marks:
+            self._listed_marks = True
+            return super().scandir(fd)
         self.began.set()
         assert self.may_go_on.wait(30)
         return super().scandir(fd)
