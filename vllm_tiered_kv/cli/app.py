@@ -8,6 +8,8 @@ import sys
 import typer
 
 from vllm_tiered_kv import __version__
+from vllm_tiered_kv.bench.errors import BenchError
+from vllm_tiered_kv.cli.bench import bench
 from vllm_tiered_kv.cli.plan import plan
 from vllm_tiered_kv.cli.size import size
 from vllm_tiered_kv.sizing.errors import SizingError
@@ -22,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(size)
 app.command()(plan)
+app.add_typer(bench, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
@@ -36,14 +39,14 @@ def _common(
         False, "--version", callback=_show_version, is_eager=True, help="Print it and exit."
     ),
 ) -> None:
-    """Size, plan and look after tiers of KV cache for vLLM."""
+    """Size, plan, measure and look after tiers of KV cache for vLLM."""
 
 
 def main() -> None:
     """The console script: a question that cannot be answered ends with one line and status 1."""
     try:
         app()
-    except SizingError as error:
+    except (SizingError, BenchError) as error:
         typer.echo(f"vllm-tiered-kv: {error}", err=True)
         sys.exit(1)
 

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of an arm, from start to end, whatever happens between."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import http.client
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from vllm_tiered_kv.bench.commands import Command, commands, free_ports, ports_of
+from vllm_tiered_kv.bench.config import Arm, Experiment
+from vllm_tiered_kv.bench.errors import ServerLost
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+_GRACE_S, _KILL_S = 30.0, 10.0
+# Loopback only: a proxy from the environment must not get in between.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Process:
+    """A process in a group of its own; leaving the ``with`` block ends all of the group.
+
+    Args:
+        log: for everything it prints, replaced if there.
+
+    Raises:
+        ServerLost: it ended, or was not ready in time. Nothing is left running.
+    """
+
+    def __init__(self, command: Command, log: Path, timeout: float) -> None:
+        self.command = command
+        self.log = log
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as output:
+            try:
+                self._process = subprocess.Popen(
+                    command.words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **command.env},
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent,
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                raise ServerLost(f"{command.words[0]} cannot be started: {error}") from None
+        try:
+            self._wait_ready(timeout)
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Of the process, and of its group."""
+        return self._process.pid
+
+    def check(self) -> None:
+        """Is it still there?
+
+        Raises:
+            ServerLost: it has ended.
+        """
+        status = self._process.poll()
+        if status is not None:
+            raise self._lost(f"{self.command.name} ended with status {status}")
+
+    def stop(self) -> None:
+        """A polite signal, then a kill of its whole group."""
+        try:
+            if self._process.poll() is None:
+                self._process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_GRACE_S)
+        finally:
+            # Also when the wait was interrupted. The group outlives its leader while one is left.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILL_S)
+
+    def _wait_ready(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            self.check()
+            if _answers(self.command.ready):
+                return
+            time.sleep(0.1)
+        raise self._lost(f"{self.command.name} was not ready after {timeout:.0f} s")
+
+    def _lost(self, what: str) -> ServerLost:
+        try:
+            with self.log.open(encoding="utf-8", errors="replace") as file:
+                tail = "".join(deque(file, maxlen=25))
+        except OSError:
+            tail = ""
+        return ServerLost(f"{what}; the end of {self.log}:\n{tail}")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with _OPENER.open(url, timeout=5.0) as response:
+            return bool(response.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+class Target(msgspec.Struct, frozen=True):
+    """An arm that can be asked."""
+
+    arm: Arm
+    url: str
+    scrape: tuple[str, ...]
+    """URLs of metrics."""
+    processes: tuple[Process, ...] = ()
+    words: tuple[tuple[str, ...], ...] = ()
+    """What was started."""
+
+    def check(self) -> None:
+        """Are all its processes still there?
+
+        Raises:
+            ServerLost: one is not.
+        """
+        for process in self.processes:
+            process.check()
+
+
+@contextlib.contextmanager
+def running(arm: Arm, experiment: Experiment, output: Path) -> Iterator[Target]:
+    """Start an arm, unless it runs already; leaving the block ends what was started.
+
+    Args:
+        output: folder for logs and for what the arm keeps on disk meanwhile.
+
+    Raises:
+        ServerLost: a process did not start.
+        BenchError: a command is not there.
+    """
+    if arm.url is not None:
+        yield Target(arm, arm.url, _scrapes(arm, {}, f"{arm.url.rstrip('/')}/metrics"))
+        return
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", arm.name).strip("-").lower() or "arm"
+    slug = f"{experiment.arms.index(arm)}-{slug}"
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_empty(output / "kept" / slug))
+        names = ports_of(arm)
+        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        filled = commands(arm, experiment, ports, folder)
+        logs = output / "logs"
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        started = []
+        for command in filled:
+            log = logs / f"{slug}-{command.name}.log"
+            process = Process(command, log, experiment.start_timeout)
+            started.append(stack.enter_context(process))
+        urls = {command.name: command.url for command in filled}
+        serving = [p.name for p in arm.processes if not p.command]
+        yield Target(
+            arm,
+            urls[arm.entry or filled[-1].name],
+            _scrapes(arm, urls, *(f"{urls[name]}/metrics" for name in serving)),
+            tuple(started),
+            tuple(command.words for command in filled),
+        )
+
+
+def _scrapes(arm: Arm, urls: dict[str, str], *default: str) -> tuple[str, ...]:
+    if not arm.scrape:
+        return default
+    return tuple(f"{urls[name]}/metrics" if name in urls else name for name in arm.scrape)
+
+
+@contextlib.contextmanager
+def _empty(folder: Path) -> Iterator[Path]:
+    """A new folder, and gone after the block."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    try:
+        yield folder.absolute()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel to end a child when this process dies without having stopped it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

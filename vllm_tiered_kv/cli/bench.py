@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-tiered-kv bench ab``: the same load on several servers, in turns."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vllm_tiered_kv.bench import decode
+from vllm_tiered_kv.bench.config import Experiment, Placement
+from vllm_tiered_kv.bench.errors import BenchError
+from vllm_tiered_kv.cli.output import console, print_json, print_notes, print_table
+
+if TYPE_CHECKING:
+    from vllm_tiered_kv.bench.report import Report
+
+bench = typer.Typer(no_args_is_help=True, help="Measure servers against each other.")
+
+_NEEDED = ("aiohttp", "numpy")
+
+
+@bench.callback()
+def _common() -> None:
+    """Measure servers against each other."""
+
+
+@bench.command()
+def ab(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="EXPERIMENT",
+            help="A .toml or .json file; see docs/bench.md.",
+            show_default=False,
+        ),
+    ] = None,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(help="A further arm: a file, or NAME=URL of a server that runs already."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="What servers serve that are started.")] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(help="shared-prompt, chat, rag, agent, trace or cold, with its usual sizes."),
+    ] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="To count as good.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="To count as good.")] = None,
+    slo_e2e_ms: Annotated[float | None, typer.Option(help="To count as good.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of all that is drawn.")] = None,
+    one_at_a_time: Annotated[
+        bool, typer.Option("--one-at-a-time", help="Servers do not fit the machine together.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other setting: KEY=VALUE, like load.concurrency=8."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for reports and logs.")] = Path("bench-ab"),
+    plots: Annotated[bool, typer.Option(help="Draw pictures (matplotlib).")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Run one workload on two or more servers in turns; compare latency, hits and outputs.
+
+    The first arm is what the others are compared with.
+    """
+    raw: dict[str, Any] = decode.read_options(file) if file is not None else {}
+    if workload is not None:
+        raw["workload"] = {"kind": workload}
+    if model is not None:
+        raw["model"] = model
+    if seed is not None:
+        raw["seed"] = seed
+    if one_at_a_time:
+        raw["placement"] = Placement.ONE_AT_A_TIME.value
+    slo = {"ttft_ms": slo_ttft_ms, "tpot_ms": slo_tpot_ms, "e2e_ms": slo_e2e_ms}
+    bounds = [f"slo.{name}={value}" for name, value in slo.items() if value is not None]
+    raw = decode.with_settings(raw, [*bounds, *(settings or ())])
+    arms = [decode.decode_arm(text) for text in arm or ()]
+    experiment = decode.experiment(raw, arms, str(file) if file is not None else "options")
+    report = _run(experiment, out, plots=plots)
+    if json:
+        print_json(report)
+    else:
+        _print(report, out)
+    if report.ended_early is not None:
+        raise BenchError(f"ended early: {report.ended_early}")
+
+
+def _run(experiment: Experiment, out: Path, *, plots: bool) -> Report:
+    needed = (*_NEEDED, "matplotlib") if plots else _NEEDED
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BenchError(
+            f'bench needs {" and ".join(missing)}: pip install "vllm-tiered-kv[bench]"'
+        )
+    from vllm_tiered_kv.bench.compare import compare, prepare
+    from vllm_tiered_kv.bench.files import make_folder, write_all
+    from vllm_tiered_kv.cli.bench_watch import watching
+
+    make_folder(out)
+    prepared = prepare(experiment)
+    before = signal.signal(signal.SIGTERM, _interrupt)  # so that servers are ended then, too
+    try:
+        with watching(prepared.requests, experiment) as watch:
+            report, found = compare(prepared, out, watch, ("vllm-tiered-kv", *sys.argv[1:]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    write_all(report, found, out, plots=plots)
+    return report
+
+
+def _print(report: Report, out: Path) -> None:
+    from vllm_tiered_kv.bench.tables import conditions, remarks, tables
+
+    to = console()
+    for table in tables(report):
+        print_table(to, table.title, table.header, table.rows)
+    print_notes(to, [*remarks(report), conditions(report)])
+    to.print(f"reports, plots, every request and servers' logs: {out}/", markup=False)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
