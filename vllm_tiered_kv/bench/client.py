@@ -48,7 +48,7 @@ class Asking(msgspec.Struct, frozen=True):
         }
         if self.compare is Compared.TOKENS:
             fields |= {"logprobs": 0, "return_tokens_as_token_ids": True}
-        return msgspec.json.encode(fields | self.further)
+        return msgspec.json.encode({**fields, **self.further})
 
 
 class Client:

@@ -84,7 +84,8 @@ def compare(
     ended_early = None
     try:
         with contextlib.closing(runner.results()) as blocks:
-            results.extend(blocks)
+            for block in blocks:
+                results.append(block)
     except (BenchError, KeyboardInterrupt) as error:
         if not results:
             raise

@@ -14,9 +14,9 @@ from msgspec import Meta
 
 from vllm_tiered_kv.bench.workloads.kinds import Shared, Workload
 
-Name = Annotated[str, Meta(min_length=1, max_length=60, pattern=r"^[^\x00-\x1f\x7f]+$")]
-ProcessName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,30}$")]
-Url = Annotated[str, Meta(pattern=r"^https?://[^\s/]+(/[^\s]*)?$", max_length=2000)]
+Name = Annotated[str, Meta(min_length=1, max_length=60, pattern=r"\A[^\x00-\x1f\x7f]+\Z")]
+ProcessName = Annotated[str, Meta(pattern=r"\A[a-z][a-z0-9_-]{0,30}\Z")]
+Url = Annotated[str, Meta(pattern=r"\Ahttps?://[^\s/]+(/\S*)?\Z", max_length=2000)]
 Text = Annotated[str, Meta(max_length=100_000)]
 Words = Annotated[tuple[Text, ...], Meta(max_length=1000)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]

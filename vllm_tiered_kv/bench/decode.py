@@ -193,7 +193,7 @@ def _copy(value: Any) -> Any:
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any], kind: type) -> str:
     reason, _, where = str(error).partition(" - at `")
     path = where.strip("`").removeprefix("$")
-    parts = [name or int(index) for name, index in _PART.findall(path) if name != "..."]
+    parts = [name or int(index) for name, index in _PART.findall(path)]
     value, at = _follow(raw, kind, parts)
     shown = path.removeprefix(".")
     if unknown := re.search(r"unknown field `(.*)`$", reason):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Generator, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,8 +61,8 @@ class Runner:
         self.started: dict[str, tuple[tuple[str, ...], ...]] = {}
         """By arm the commands that were started."""
 
-    def results(self) -> Iterator[tuple[BlockResult, ...]]:
-        """Each block when all arms have done it. Close the iterator to end the servers.
+    def results(self) -> Generator[tuple[BlockResult, ...], None, None]:
+        """Each block when all arms have done it. Close the generator to end the servers.
 
         Raises:
             BenchError: an arm did not start, was lost, or answered nothing in its warm-up.
@@ -71,7 +71,7 @@ class Runner:
             return self._together()
         return self._one_at_a_time()
 
-    def _together(self) -> Iterator[tuple[BlockResult, ...]]:
+    def _together(self) -> Generator[tuple[BlockResult, ...], None, None]:
         with contextlib.ExitStack() as stack:
             targets = []
             for arm in self._experiment.arms:
@@ -81,7 +81,7 @@ class Runner:
             for block, order in zip(self._schedule.blocks, self._schedule.orders, strict=True):
                 yield tuple(self._run(targets[arm], models[arm], block) for arm in order)
 
-    def _one_at_a_time(self) -> Iterator[tuple[BlockResult, ...]]:
+    def _one_at_a_time(self) -> Generator[tuple[BlockResult, ...], None, None]:
         blocks, orders = self._schedule.blocks, self._schedule.orders
         for number, part in enumerate(split(len(blocks), self._experiment.rounds)):
             found: list[list[BlockResult]] = [[] for _ in part]

@@ -96,9 +96,8 @@ class SseServer:
         self.lock = threading.Lock()
         self.seen = seen
         self.name = name
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
-        self._http.daemon_threads = True
-        self._http.owner = self  # type: ignore[attr-defined]
+        self._http = _Http(("127.0.0.1", port), _Handler)
+        self._http.owner = self
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
 
     def __enter__(self) -> SseServer:
@@ -125,6 +124,12 @@ class SseServer:
                 self.under_way -= 1
 
 
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    owner: SseServer
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -133,8 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def owner(self) -> SseServer:
-        owner: SseServer = self.server.owner  # type: ignore[attr-defined]
-        return owner
+        assert isinstance(self.server, _Http)
+        return self.server.owner
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
@@ -146,26 +151,30 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        # A request is over before its last byte is sent: what comes next is not beside it.
         with self.owner.taken(request):
             plan = self.owner.plan(request)
-            if isinstance(plan, Refuse):
-                self._reply(plan.status, plan.text.encode())
-                return
-            self.send_response(200)
-            self.send_header("content-type", "text/event-stream")
-            self.send_header("transfer-encoding", "chunked")
-            self.end_headers()
-            parts = plan.parts if isinstance(plan, Break) else plan
+            if not isinstance(plan, Refuse):
+                self._stream(plan.parts if isinstance(plan, Break) else plan)
+        if isinstance(plan, Refuse):
+            self._reply(plan.status, plan.text.encode())
+        elif isinstance(plan, Break):
+            self.close_connection = True
+        else:
             with contextlib.suppress(ConnectionError):
-                for part in parts:
-                    if part.after is not None:
-                        part.after.wait(30)
-                    self.wfile.write(b"%x\r\n%s\r\n" % (len(part.data), part.data))
-                    self.wfile.flush()
-                if isinstance(plan, Break):
-                    self.close_connection = True
-                else:
-                    self.wfile.write(b"0\r\n\r\n")
+                self.wfile.write(b"0\r\n\r\n")
+
+    def _stream(self, parts: list[Part]) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            for part in parts:
+                if part.after is not None:
+                    part.after.wait(30)
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(part.data), part.data))
+                self.wfile.flush()
 
     def _reply(self, status: int, content: bytes) -> None:
         self.send_response(status)

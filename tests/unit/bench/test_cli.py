@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from tests.conftest import ROOT
 from tests.unit.bench._server import Part, SseServer, answered, scrape
-from tests.unit.bench.test_runner import alive
+from tests.unit.bench.test_runner import gone
 from vllm_tiered_kv.bench.config import Experiment
 from vllm_tiered_kv.bench.errors import BenchError
 from vllm_tiered_kv.cli.app import app, main
@@ -102,7 +103,7 @@ def test_mistakes_are_one_line(
 def test_a_missing_package_is_said_in_one_sentence(
     name: str, tmp_path: Path, pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = __import__("importlib.util").util.find_spec
+    original = importlib.util.find_spec
 
     def find(wanted: str, package: str | None = None) -> Any:
         return None if wanted == name else original(wanted, package)
@@ -135,12 +136,9 @@ def test_a_signal_ends_the_servers_and_reports_what_is_done(
 ) -> None:
     """The signal comes in the second block, from the server that is asked."""
     command: subprocess.Popen[str] | None = None
-    asked = 0
 
     def plan(request: dict[str, Any]) -> list[Part]:
-        nonlocal asked
-        asked += 1
-        if asked == 1 + 3 + 1 and command is not None:
+        if len(server.requests) == 1 + 3 + 1 and command is not None:
             os.kill(command.pid, number)
         return answered(request)
 
@@ -150,18 +148,21 @@ def test_a_signal_ends_the_servers_and_reports_what_is_done(
     arm.write_text(json.dumps({"name": "started", "processes": [{"command": started}]}))
     with SseServer(plan) as server:
         words = ["bench", "ab", "--arm", str(arm), "--arm", f"asked={server.url}", *SMALL]
+        words += ["--no-plots", "--set", "load.concurrency=1"]
         command = subprocess.Popen(
             [sys.executable, "-m", "vllm_tiered_kv.cli", *words, "--out", str(tmp_path / "out")],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Where tests run in the background, an interrupt may be ignored by inheritance.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         output, errors = command.communicate(timeout=120)
     assert command.returncode == 1
     assert "ended early: interrupted" in errors.splitlines()[-1]
     assert "Ended early, after 1 of 4 blocks: interrupted" in output
-    assert not alive(int(child.read_text()))
+    assert gone([int(child.read_text())])
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["blocks"] == 1
     assert report["ended_early"] == "interrupted"
