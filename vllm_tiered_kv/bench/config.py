@@ -157,7 +157,7 @@ class Experiment(_Options, frozen=True):
     """Sessions before them that are not counted."""
     blocks: Annotated[int, Meta(ge=1, le=10_000)] = 12
     """Parts into which sessions are cut; each part goes to every arm before the next begins."""
-    seed: Annotated[int, Meta(ge=0, lt=1 << 63)] = 0
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     placement: Placement = Placement.TOGETHER
     rounds: Annotated[int, Meta(ge=1, le=100)] = 2
     """One at a time: how often each arm is started."""

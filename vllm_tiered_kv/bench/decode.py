@@ -76,7 +76,7 @@ def with_settings(raw: Mapping[str, Any], settings: Iterable[str]) -> dict[str, 
     Raises:
         BenchError: there is no ``=``, or the key leads through what is no table.
     """
-    result = _copy(raw)
+    result: dict[str, Any] = _copy(raw)
     for setting in settings:
         key, sign, text = setting.partition("=")
         *levels, leaf = key.strip().split(".")
