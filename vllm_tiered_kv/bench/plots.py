@@ -36,6 +36,7 @@ def _distribution(found: Sequence[Measured], metric: str) -> bytes:
         shares = [100 * (place + 1) / len(values) for place in range(len(values))]
         axes.step(values, shares, where="post", label=arm.arm)
     axes.set(xscale="log", xlabel="time to first token, ms", ylabel="requests, %", ylim=(0, 101))
+    _plain_numbers(axes.xaxis)
     return _png(figure, axes)
 
 
@@ -53,6 +54,7 @@ def _percentiles(report: Report) -> bytes:
             axes.errorbar(places, values, yerr=(below, above), fmt="o", capsize=3, label=arm.name)
         axes.set_title(metric.upper())
         axes.set(ylabel="ms", yscale="log")
+        _plain_numbers(axes.yaxis)
         axes.set_xticks(range(len(SHARES)), [f"p{100 * share:g}" for share in SHARES])
         axes.grid(visible=True, color="0.9")
         axes.set_axisbelow(True)
@@ -84,6 +86,7 @@ def _drift(found: Sequence[Measured]) -> bytes:
                 points.append((place + 1, median * MS))
         axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=arm.arm)
     axes.set(xlabel="block", ylabel="median time to first token, ms")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(bottom=0)
     return _png(figure, axes)
 
@@ -102,6 +105,15 @@ def _hits(report: Report) -> bytes:
     axes.set_xticks(range(len(tiers)), tiers, rotation=20, ha="right")
     axes.set(ylabel="of prompt tokens, %")
     return _png(figure, axes)
+
+
+def _plain_numbers(axis: Any) -> None:
+    """On a log scale 1, 2, 5, 10 instead of powers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _axes() -> tuple[Any, Any]:

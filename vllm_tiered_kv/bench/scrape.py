@@ -14,6 +14,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 PROMPT_TOKENS = "prompt tokens"
+BY_SOURCE = "vLLM's source"
 MAX_RESPONSE = 1 << 26
 _TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 
@@ -30,7 +31,7 @@ class Source(msgspec.Struct, frozen=True):
 SOURCES = (
     Source("device", "vllm:prefix_cache_hits_total"),
     Source("connector", "vllm:external_prefix_cache_hits_total"),
-    Source("vLLM's source", "vllm:prompt_tokens_cached_by_source_total", "source"),
+    Source(BY_SOURCE, "vllm:prompt_tokens_cached_by_source_total", "source"),
     Source("tiered-kv", "vllm:tiered_kv_hit_tokens_total", "tier"),
 )
 _PROMPTS = "vllm:prompt_tokens_total"

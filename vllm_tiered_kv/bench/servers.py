@@ -194,7 +194,8 @@ def _scrapes(arm: Arm, urls: dict[str, str], *default: str) -> tuple[str, ...]:
 def _empty(folder: Path) -> Iterator[Path]:
     """A new folder, and gone after the block."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700, parents=True)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700)
     try:
         yield folder.absolute()
     finally:

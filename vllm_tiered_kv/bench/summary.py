@@ -22,7 +22,7 @@ from vllm_tiered_kv.bench.report import (
     Ratio,
 )
 from vllm_tiered_kv.bench.runner import BlockResult
-from vllm_tiered_kv.bench.scrape import PROMPT_TOKENS, SOURCES
+from vllm_tiered_kv.bench.scrape import BY_SOURCE, PROMPT_TOKENS, SOURCES
 
 MS = 1e3
 BY_ANSWERS = "by the answers"
@@ -220,7 +220,7 @@ def _rates(found: Measured, slo: Slo, draws: stats.Draws) -> list[_Figure]:
 
 
 def _tiers(found: Sequence[Measured]) -> list[str]:
-    """What any arm reports; of vLLM's own split by source what is ever used."""
+    """What any arm reports; of vLLM's own split by source what is used and not the device's."""
     used: dict[str, float] = {}
     for block in chain.from_iterable(each.blocks for each in found):
         for tier, tokens in (block.counted or {}).items():
@@ -233,7 +233,8 @@ def _tiers(found: Sequence[Measured]) -> list[str]:
     shown = (
         tier
         for tier, tokens in used.items()
-        if tier != PROMPT_TOKENS and (tokens or not tier.startswith("vLLM's source"))
+        if tier not in (PROMPT_TOKENS, f"{BY_SOURCE}: device")
+        and (tokens or not tier.startswith(BY_SOURCE))
     )
     always = {"device", "connector"}
     return [*sorted({*shown, *always}, key=place), BY_ANSWERS]

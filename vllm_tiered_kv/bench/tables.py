@@ -143,11 +143,10 @@ def _rates(report: Report) -> Table:
 
 
 def _hits(report: Report) -> Table:
-    tiers = [hit.tier for hit in report.arms[0].hits]
-    rows = [(arm.name, *map(_hit, arm.hits)) for arm in report.arms]
-    return Table(
-        "Prompt tokens that were not computed, %, by who served them", ("arm", *tiers), tuple(rows)
-    )
+    by_arm = [arm.hits for arm in report.arms]
+    rows = [(tier[0].tier, *map(_hit, tier)) for tier in zip(*by_arm, strict=True)]
+    title = "Prompt tokens that were not computed, %, by who served them"
+    return Table(title, ("tier", *(arm.name for arm in report.arms)), tuple(rows))
 
 
 def _hit(hit: Hits) -> str:
@@ -155,7 +154,7 @@ def _hit(hit: Hits) -> str:
 
 
 def _outputs(report: Report) -> Table:
-    header = ("arm", "compared", "same", "share", "compared by", "largest difference of a logprob")
+    header = ("arm", "compared", "same", "share", "compared by", "logprobs apart by")
     rows = tuple(map(_agreement, report.agreements))
     return Table(f"Outputs against those of {report.arms[0].name}", (*header, "not compared"), rows)
 

@@ -109,10 +109,12 @@ def test_tables_say_what_is_not_known() -> None:
     report, _ = made()
     found = {table.title.split(",")[0]: table for table in tables(report)}
     hits = found["Prompt tokens that were not computed"]
-    by_name = {row[0]: dict(zip(hits.header, row, strict=True)) for row in hits.rows}
-    assert by_name["plain"]["device"] == NOT_REPORTED
-    assert by_name[EVIL]["tiered-kv: cpu"].startswith("50.0 (")
-    assert by_name["plain"]["by the answers"].startswith("50.0")
+    assert hits.header == ("tier", "plain", EVIL)
+    by_tier = {row[0]: row[1:] for row in hits.rows}
+    assert by_tier["device"] == (NOT_REPORTED, "10.0 (10.0 to 10.0)")
+    assert by_tier["connector"] == (NOT_REPORTED, NOT_REPORTED)
+    assert by_tier["tiered-kv: cpu"] == (NOT_REPORTED, "50.0 (50.0 to 50.0)")
+    assert by_tier["by the answers"] == ("50.0 (50.0 to 50.0)",) * 2
     first_token = found["Time to first token"]
     assert first_token.rows[0][1] == "100 (100 to 100)"
     assert first_token.rows[1][3].endswith(" *")

@@ -126,12 +126,14 @@ def hits(arm: ArmReport) -> dict[str, Hits]:
 
 def test_hits_by_tier() -> None:
     ours = {"prompt tokens": 1000.0, "device": 100.0, "connector": 500.0}
-    ours |= {"tiered-kv: cpu": 300.0, "tiered-kv: disk": 200.0, "vLLM's source: disk": 0.0}
+    ours |= {"tiered-kv: cpu": 300.0, "tiered-kv: disk": 200.0}
+    ours |= {"vLLM's source: device": 100.0, "vLLM's source: host": 7.0, "vLLM's source: p2p": 0.0}
     none = {"prompt tokens": 1000.0, "device": 150.0}
     one = [block("a", n, [answer(cached_tokens=None)], counted=none) for n in range(3)]
     two = [block("b", n, [answer()], counted=ours) for n in range(3)]
     first, second = (hits(arm) for arm in summed(one, two).arms)
-    tiers = ["device", "connector", "tiered-kv: cpu", "tiered-kv: disk", BY_ANSWERS]
+    tiers = ["device", "connector", "vLLM's source: host"]
+    tiers += ["tiered-kv: cpu", "tiered-kv: disk", BY_ANSWERS]
     assert list(first) == list(second) == tiers
     assert first["device"].share.value == pytest.approx(0.15)
     for missing in ("connector", "tiered-kv: cpu", BY_ANSWERS):
