@@ -241,14 +241,14 @@ def _tiers(found: Sequence[Measured]) -> list[str]:
 
 
 def _hits(tier: str, found: Measured, draws: stats.Draws) -> Hits:
-    if tier == BY_ANSWERS:
-        tokens = [_by_answers(block) for block in found.blocks]
-    else:
-        tokens = [(block.counted or {}).get(tier) for block in found.blocks]
+    by_answers = tier == BY_ANSWERS
+    tokens = [
+        _cached(block) if by_answers else (block.counted or {}).get(tier) for block in found.blocks
+    ]
     known = [amount for amount in tokens if amount is not None]
     if len(known) < len(tokens):
         return Hits(tier, None, stats.Estimate(None))
-    bases = [_prompt_tokens(block) for block in found.blocks]
+    bases = [_asked(block) if by_answers else _prompt_tokens(block) for block in found.blocks]
     return Hits(
         tier,
         sum(known),
@@ -260,18 +260,22 @@ def _hits(tier: str, found: Measured, draws: stats.Draws) -> Hits:
     )
 
 
-def _by_answers(block: BlockResult) -> float | None:
+def _cached(block: BlockResult) -> float | None:
+    """By the answers; None where one of them does not say."""
     cached = [record.answer.cached_tokens for record in block.records if record.answer is not None]
     return None if None in cached else float(sum(tokens or 0 for tokens in cached))
+
+
+def _asked(block: BlockResult) -> float:
+    """Prompt tokens by the answers."""
+    answers = (record.answer for record in block.records)
+    return float(sum(answer.prompt_tokens or 0 for answer in answers if answer is not None))
 
 
 def _prompt_tokens(block: BlockResult) -> float:
     """By the server's metrics, or else by its answers."""
     counted = (block.counted or {}).get(PROMPT_TOKENS)
-    if counted is not None:
-        return counted
-    answers = (record.answer for record in block.records)
-    return float(sum(answer.prompt_tokens or 0 for answer in answers if answer is not None))
+    return counted if counted is not None else _asked(block)
 
 
 def _ratio(arm: str, figure: _Figure, base: _Figure, blocks: int) -> Ratio:
