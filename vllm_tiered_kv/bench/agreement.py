@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from vllm_tiered_kv.bench.records import Answer, Record
+from vllm_tiered_kv.bench.records import Answer, Record, printable
 
 SHOWN = 5
 _AROUND = 30
@@ -107,7 +107,11 @@ def _by_text(record: Record, first: Answer, second: Answer) -> Difference | None
         return None
     end = place + _AROUND
     return Difference(
-        record.session, record.step, place, first.text[place:end], second.text[place:end]
+        session=record.session,
+        step=record.step,
+        place=place,
+        expected=printable(first.text[place:end]),
+        actual=printable(second.text[place:end]),
     )
 
 

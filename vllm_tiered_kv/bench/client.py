@@ -15,7 +15,7 @@ import xxhash
 
 from vllm_tiered_kv.bench.config import Compared, PromptFormat
 from vllm_tiered_kv.bench.errors import BenchError
-from vllm_tiered_kv.bench.records import Answer, Failed, Failure
+from vllm_tiered_kv.bench.records import Answer, Failed, Failure, printable
 from vllm_tiered_kv.bench.scrape import read_bounded, scrape
 from vllm_tiered_kv.bench.sse import EventParser, EventTooLong
 from vllm_tiered_kv.bench.stream import Completion, EndedEarly, Malformed, StreamError
@@ -64,7 +64,7 @@ class Client:
         sent = time.perf_counter()
 
         def failed(kind: Failure, reason: object) -> Failed:
-            return Failed(kind, str(reason)[:500], time.perf_counter() - sent)
+            return Failed(kind, printable(str(reason)[:500]), time.perf_counter() - sent)
 
         try:
             return await self._stream(body, sent)

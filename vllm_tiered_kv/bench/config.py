@@ -161,6 +161,8 @@ class Experiment(_Options, frozen=True):
     placement: Placement = Placement.TOGETHER
     rounds: Annotated[int, Meta(ge=1, le=100)] = 2
     """One at a time: how often each arm is started."""
+    settle: Annotated[float, Meta(ge=0, le=600)] = 0.5
+    """Seconds after a block in which what an arm still does is not yet beside the next one."""
     compare: Compared = Compared.TOKENS
     history: History = History.REPLAYED
     request: dict[str, Any] = {}

@@ -46,6 +46,8 @@ def _percentiles(report: Report) -> bytes:
     metrics = ("ttft", "tpot", "itl")
     figure, panels = pyplot.subplots(1, len(metrics), figsize=(10, 4.2), layout="constrained")
     for metric, axes in zip(metrics, panels, strict=True):
+        axes.set(ylabel="ms", yscale="log")
+        _plain_numbers(axes.yaxis)
         for number, arm in enumerate(report.arms):
             latency = next(each for each in arm.latencies if each.metric == metric)
             shift = 0.16 * (number - (len(report.arms) - 1) / 2)
@@ -53,8 +55,6 @@ def _percentiles(report: Report) -> bytes:
             values, below, above = zip(*map(_bar, latency.percentiles), strict=True)
             axes.errorbar(places, values, yerr=(below, above), fmt="o", capsize=3, label=arm.name)
         axes.set_title(metric.upper())
-        axes.set(ylabel="ms", yscale="log")
-        _plain_numbers(axes.yaxis)
         axes.set_xticks(range(len(SHARES)), [f"p{100 * share:g}" for share in SHARES])
         axes.grid(visible=True, color="0.9")
         axes.set_axisbelow(True)

@@ -31,6 +31,11 @@ class Counted(str, enum.Enum):
     """Parts of the stream with something in them: fewer than tokens where some were joined."""
 
 
+def printable(text: str) -> str:
+    """Without what would steer a terminal."""
+    return "".join(each if each.isprintable() else " " for each in text)
+
+
 class Answer(msgspec.Struct, frozen=True):
     """One finished completion. Times are of a monotonic clock, in seconds."""
 

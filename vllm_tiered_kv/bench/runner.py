@@ -147,6 +147,7 @@ class _Play:
             else:
                 await self._open(client, plans)
             seconds = time.perf_counter() - self._began
+            await asyncio.sleep(self._experiment.settle)
             after = await client.scrape(self._target.scrape)
         self._records.sort(key=lambda record: (record.session, record.step))
         return BlockResult(

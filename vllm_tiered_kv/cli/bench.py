@@ -114,11 +114,14 @@ def _run(experiment: Experiment, out: Path, *, plots: bool) -> Report:
 
 
 def _print(report: Report, out: Path) -> None:
+    from rich.markup import escape
+
     from vllm_tiered_kv.bench.tables import conditions, remarks, tables
 
     to = console()
     for table in tables(report):
-        print_table(to, table.title, table.header, table.rows)
+        rows = (map(escape, row) for row in table.rows)
+        print_table(to, table.title, [escape(name) for name in table.header], map(tuple, rows))
     print_notes(to, [*remarks(report), conditions(report)])
     to.print(f"reports, plots, every request and servers' logs: {out}/", markup=False)
 

@@ -44,11 +44,11 @@ def test_text_stands_in_where_token_ids_are_missing() -> None:
     bare = answer(tokens=(), logprobs=())
     found = compare(
         [answer(), answer()],
-        [bare, msgspec.structs.replace(bare, text="abX")],
+        [bare, msgspec.structs.replace(bare, text="abX\x1b[2J")],
     )
     assert (found.compared, found.same, found.by_tokens) == (2, 1, 0)
     assert found.worst_logprob is None
-    assert found.differences == (Difference(1, 0, 2, "c", "X"),)
+    assert found.differences == (Difference(1, 0, 2, "c", "X [2J"),)
 
 
 def test_what_cannot_be_compared_is_counted() -> None:

@@ -28,7 +28,7 @@ from vllm_tiered_kv.cli.app import app, main
 SMALL = (
     *("--workload", "cold", "--set", "workload.input_tokens=20"),
     *("--set", "workload.output_tokens=3", "--set", "sessions=12", "--set", "blocks=4"),
-    *("--set", "resamples=100", "--set", "warmup=1"),
+    *("--set", "resamples=100", "--set", "warmup=1", "--set", "settle=0"),
 )
 
 
@@ -43,14 +43,14 @@ def run(*arguments: str | Path) -> str:
 @pytest.fixture
 def pair() -> Iterator[tuple[str, ...]]:
     with SseServer(metrics=scrape) as one, SseServer() as two:
-        yield ("--arm", f"none={one.url}", "--arm", f"ours={two.url}")
+        yield ("--arm", f"none={one.url}", "--arm", f"ours [/b]={two.url}")
 
 
 def test_two_servers_that_run_already(tmp_path: Path, pair: tuple[str, ...]) -> None:
     text = run(*pair, *SMALL, "--out", tmp_path, "--no-plots", "--slo-ttft-ms", "1000")
     for part in (
         *("Time to first token, ms", "goodput", "TTFT at most 1000 ms", "not reported"),
-        *("Outputs against those of none", "100.0%", "tiered-kv: cpu"),
+        *("Outputs against those of none", "100.0%", "tiered-kv: cpu", "ours [/b]"),
         "4 blocks: intervals from fewer than 10 tend to be too narrow.",
     ):
         assert part in text

@@ -93,7 +93,7 @@ def test_many_at_once() -> None:
     ("plan", "kind", "reason"),
     [
         (Refuse(400, '{"error": "too long"}'), Failure.REFUSED, 'HTTP 400: {"error": "too long"}'),
-        (Refuse(500, ""), Failure.REFUSED, "HTTP 500"),
+        (Refuse(500, "\x1b[31mred"), Failure.REFUSED, "HTTP 500:  [31mred"),
         ([token(1), event({"error": {"message": "no"}}), DONE], Failure.ERROR, "no"),
         ([token(1), Part(b"data: {oops\n\n")], Failure.MALFORMED, "oops"),
         ([token(1), DONE], Failure.BROKEN, "ended after 1 parts"),

@@ -61,6 +61,7 @@ def experiment(arms: tuple[Arm, ...], **changes: Any) -> Experiment:
         "blocks": 4,
         "resamples": 100,
         "request_timeout": 20.0,
+        "settle": 0.0,
     }
     return Experiment(**{**base, "arms": arms, **changes})
 
