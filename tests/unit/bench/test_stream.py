@@ -27,7 +27,9 @@ LINE_ENDS = [b"\n", b"\r\n", b"\r"]
 def test_events_come_out_whole_however_they_are_cut(
     events: list[bytes], end: bytes, data: st.DataObject
 ) -> None:
-    stream = b"".join(b": ping" + end + b"data: " + event + end + end for event in events)
+    # Two lines of data each: a line's end that is cut in two must not end the event.
+    lines = [(b": ping", b"data: " + event, b"data:" + event, b"") for event in events]
+    stream = b"".join(line + end for event in lines for line in event)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     parser = EventParser()
     found = []
@@ -35,7 +37,15 @@ def test_events_come_out_whole_however_they_are_cut(
         found += parser.feed(stream[begin:stop])
     # Behind a last lone carriage return a line feed may still come.
     found += parser.feed(b"\n") if end == b"\r" else []
-    assert found == events
+    assert found == [event + b"\n" + event for event in events]
+
+
+@pytest.mark.parametrize("end", LINE_ENDS)
+def test_bytes_may_come_one_by_one(end: bytes) -> None:
+    stream = end.join((b"data: a", b"data: b", b"", b"data: c", b"", b": x"))
+    parser = EventParser()
+    found = [event for byte in stream for event in parser.feed(bytes([byte]))]
+    assert found == [b"a\nb", b"c"]
 
 
 def test_lines_of_data_are_joined_and_other_fields_passed_over() -> None:

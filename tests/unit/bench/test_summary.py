@@ -152,6 +152,16 @@ def test_hits_without_a_count_of_prompt_tokens_are_over_what_answers_say() -> No
     assert hits(second)["device"].tokens is None
 
 
+def test_hits_are_not_known_where_a_block_does_not_say() -> None:
+    """A server that was started anew, or did not answer once: no sum rather than a part of it."""
+    some = {"prompt tokens": 100.0, "device": 40.0}
+    one = [block("a", 0, [answer()], counted=some), block("a", 1, [answer()], counted=None)]
+    two = [block("b", n, [answer()], counted=some) for n in range(2)]
+    first, second = summed(one, two).arms
+    assert hits(first)["device"].tokens is None
+    assert hits(second)["device"].tokens == 80
+
+
 def test_totals_and_failures() -> None:
     chunks = answer(counted=Counted.CHUNKS, prompt_tokens=None)
     one = [block("a", 0, [answer(), None]), block("a", 1, [chunks, None], seconds=0.5)]
