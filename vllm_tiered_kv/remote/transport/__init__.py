@@ -5,20 +5,20 @@ One `Transport` a rank. It knows nothing of blocks, leases or requests: only of 
 that are registered once, of peers that have been authenticated elsewhere, and of jobs that read
 runs of a peer's bytes into runs of ours.
 
-    transport = open_transport(regions, options)     # once the rank's memory is known
-    transport.export()                               # what a peer must know, over the control channel
-    transport.connect(endpoint)                      # a peer's export(), from an authenticated peer
+    transport = open_transport(regions, options)
+    transport.export()                 # what a peer must know; sent over the control channel
+    transport.connect(endpoint)        # a peer's export(), from an authenticated peer
     transport.start_read(Read(job, endpoint.incarnation, local, remote, nbytes, deadline))
     for result in transport.poll(): ...              # DONE, FAILED or GIVEN_UP: once for each job
     for job in transport.settled(): ...              # now its memory is free as well
     transport.close(timeout)
 
-**When memory is free.** A read that is given up goes on: nothing but its own end, or the end of the
-agent that runs it, keeps a peer's bytes from landing. So a result says two things: whether the bytes
-arrived, and whether their place is free (`Memory`). A job whose result says `QUARANTINED` may still
-write to all of its local runs until `settled()` names it, however long that takes, also after
-`disconnect()`, and for ever if `close()` returns False: who owns that memory must neither use it for
-anything else nor unmap it.
+**When memory is free.** A read that is given up goes on: nothing but its own end, or the end of
+the agent that runs it, keeps a peer's bytes from landing. So a result says two things: whether the
+bytes arrived, and whether their place is free (`Memory`). A job whose result says `QUARANTINED` may
+still write to all of its local runs until `settled()` names it, however long that takes, also after
+`disconnect()`, and for ever if `close()` returns False: who owns that memory must neither use it
+for anything else nor unmap it.
 
 **Who may be connected.** NIXL's metadata is loaded by native code that ends the process when its
 connection part is garbage, and whoever can read through an agent can read all of its process. So
