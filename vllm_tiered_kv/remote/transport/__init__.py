@@ -152,7 +152,7 @@ class ReadResult(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     """From `start_read` on."""
     kind: str = ""
-    """One of `KINDS`; empty when DONE."""
+    """One of `KINDS`; empty when DONE, and when called off."""
     reason: str = ""
     """For a log."""
 

@@ -5,25 +5,24 @@ A job ends once: all pieces done, one failed, its deadline passed, or it was cal
 begins no more pieces. Those under way, and those whose end NIXL left open, keep its memory in
 quarantine: until each has ended for certain, or the agent that runs it is gone.
 
-            add        begin                ended (the last)
-    queued ------> * ----------> under way -----------------> DONE
-                   | give_up                | a piece failed, give_up
-                   v                        v
-              GIVEN_UP, free        FAILED or GIVEN_UP
-                                            | pieces left?   ended, agent_gone
-                                            +--------------> in quarantine -----> settled
+    add, planned ---> queued --begin--> under way --ended (the last)--> DONE
+                        | give_up           | give_up, or a piece failed
+                        v                   v
+                  GIVEN_UP, free    GIVEN_UP or FAILED, free
+                                            or, while pieces are left,
+                                    in quarantine --ended, agent_gone--> settled
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from vllm_tiered_kv.remote.transport import Fence, Memory, Outcome, ReadResult
+from vllm_tiered_kv.remote.transport import Memory, Outcome, Read, ReadResult
 from vllm_tiered_kv.remote.transport.pieces import Piece
 
 
@@ -61,26 +60,21 @@ class Job:
         "peer",
         "quarantined_at",
         "queue",
+        "read",
         "started",
         "under_way",
     )
 
-    def __init__(
-        self,
-        job: int,
-        peer: str,
-        pieces: Iterable[Piece],
-        deadline: float,
-        after: Fence | None,
-        started: float,
-    ) -> None:
-        self.job = job
-        self.peer = peer
-        self.queue = deque(pieces)
-        self.nbytes = sum(piece.nbytes for piece in self.queue)
-        self.deadline = deadline
-        self.after = after
+    def __init__(self, read: Read, started: float) -> None:
+        self.job = read.job
+        self.peer = read.peer
+        self.deadline = read.deadline
+        self.after = read.after
         self.started = started
+        self.read: Read | None = read
+        """Until it has been cut into pieces."""
+        self.queue: deque[Piece] = deque()
+        self.nbytes = 0
         self.begun = False
         self.under_way: dict[int, int] = {}
         """Ticket to agent."""
@@ -109,6 +103,7 @@ class Ledger:
         self._max_jobs = max_jobs
         self._running: dict[int, Job] = {}
         self._quarantine: dict[int, Job] = {}
+        self._unplanned: deque[Job] = deque()
         self._queues: dict[str, deque[Job]] = {}
         """By peer, jobs with pieces that have not begun; the peers take turns."""
         self._tickets = 0
@@ -117,15 +112,37 @@ class Ledger:
 
     # -- jobs ---------------------------------------------------------------------------
 
-    def add(self, job: Job) -> None:
-        """Queue a job of at least one piece."""
-        if len(self._running) >= self._max_jobs:
-            self.refuse(job.job, Failure("remote_full", f"{self._max_jobs} reads are under way"))
+    def add(self, read: Read, now: float) -> None:
+        """Take a job on; it begins once it is planned."""
+        if max(len(self._running), len(self._unplanned)) >= self._max_jobs:
+            self.refuse(read.job, Failure("remote_full", f"{self._max_jobs} reads are under way"))
             return
-        if job.job in self._running or job.job in self._quarantine:
+        if read.job in self._running or read.job in self._quarantine:
             # Its number can't tell it from the other one, whose end is still to be reported.
             return
-        self._running[job.job] = job
+        job = self._running[read.job] = Job(read, now)
+        self._unplanned.append(job)
+
+    def next_unplanned(self) -> Job | None:
+        """A job to cut into pieces."""
+        while self._unplanned:
+            job = self._unplanned.popleft()
+            if job.job in self._running and job.failure is None:
+                return job
+        return None
+
+    def planned(self, job: Job, plan: Sequence[Piece] | Failure, now: float) -> None:
+        """The job's pieces, at least one, or why it can't be read."""
+        job.read = None
+        if isinstance(plan, Failure):
+            if self._running.get(job.job) is job:
+                self._fail(job, plan)
+                self._end_if_done(job, now)
+            return
+        if self._running.get(job.job) is not job or job.failure is not None:
+            return
+        job.queue.extend(plan)
+        job.nbytes = sum(piece.nbytes for piece in plan)
         self._queues.setdefault(job.peer, deque()).append(job)
 
     def refuse(self, job: int, failure: Failure) -> None:
@@ -186,6 +203,15 @@ class Ledger:
             what = "arrived in time" if job.begun else "began in time"
             self.give_up(job.job, "remote_deadline", f"not all of a read {what}", now)
 
+    def give_up_peer(self, peer: str, kind: str, reason: str, now: float) -> None:
+        """End all jobs of a peer now."""
+        for job in [job.job for job in self._running.values() if job.peer == peer]:
+            self.give_up(job, kind, reason, now)
+
+    def give_up_all(self, kind: str, reason: str, now: float) -> None:
+        for job in list(self._running):
+            self.give_up(job, kind, reason, now)
+
     def fail_peer(self, peer: str, failure: Failure, now: float) -> None:
         """Let a peer's jobs begin nothing more; they end when what is under way has ended."""
         for job in [job for job in self._running.values() if job.peer == peer]:
@@ -223,8 +249,12 @@ class Ledger:
     # -- questions ------------------------------------------------------------------------
 
     @property
-    def is_idle(self) -> bool:
-        return not self._running and not self._quarantine
+    def has_queued(self) -> bool:
+        """Whether there are pieces that have not begun."""
+        return bool(self._queues)
+
+    def is_running(self, job: int) -> bool:
+        return job in self._running
 
     @property
     def next_deadline(self) -> float:
@@ -263,7 +293,7 @@ class Ledger:
             del self._queues[job.peer]
 
     def _end_if_done(self, job: Job, now: float) -> None:
-        if job.queue or job.under_way:
+        if job.queue or job.under_way or (job.read is not None and job.failure is None):
             return
         self._end(job, Outcome.DONE if job.failure is None else Outcome.FAILED, now)
 
