@@ -150,6 +150,8 @@ class Agent:
                 self._call(self._agent.releaseXferReq, handle)
             except AgentError:
                 continue  # ends with the agent
+        if self._agent is None:
+            return False
         alive = weakref.ref(self._agent)
         self._agent = None
         if alive() is not None:

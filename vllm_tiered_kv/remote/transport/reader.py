@@ -122,6 +122,9 @@ class Reader:
         ticket, generation = found
         try:
             self._post_piece(ticket, generation)
+        except Exception as error:  # noqa: BLE001 - nothing is known of the piece any more
+            failure = Failure("remote_agent", f"a read failed: {error!r}", certain=False)
+            self._reading.ended(ticket, generation, failure)
         finally:
             self._reading.leave(generation)
         return True
