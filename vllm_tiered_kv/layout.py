@@ -101,7 +101,7 @@ def _pages(tensor: torch.Tensor, num_blocks: int) -> _Pages:
             "the blocks are not supported."
         )
     size = tensor.element_size()
-    entry_bytes = _dense_bytes(tensor, size)
+    entry_bytes = dense_bytes(tensor, size)
     stride = tensor.stride(0) * size if entries > 1 else entry_bytes
     if stride < entry_bytes:
         raise LayoutError(f"The blocks of a cache tensor overlap: {_describe(tensor)}.")
@@ -119,7 +119,7 @@ def _pages(tensor: torch.Tensor, num_blocks: int) -> _Pages:
     )
 
 
-def _dense_bytes(tensor: torch.Tensor, size: int) -> int:
+def dense_bytes(tensor: torch.Tensor, size: int) -> int:
     """Bytes of one entry of the first dimension, provided that they are one run."""
     expected = 1
     inner = sorted(

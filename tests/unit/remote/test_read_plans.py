@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hand-over between every two layouts: the consumer's pages mean what the producer's meant.
+
+Every value is known by layer, token, head and place. The producer's ranks hold theirs in their
+layout, the plan's runs are copied with memmove, and the consumer's pages are read through its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit._layouts import ORDERS, SCATTERED, Cache, Shape, make_cache
+from vllm_tiered_kv.layout import LayoutError, group_pages
+from vllm_tiered_kv.worker.remote.layout import (
+    GroupLayout,
+    Heads,
+    RankLayout,
+    heads_of_rank,
+    page_strips,
+    slot_strips,
+)
+from vllm_tiered_kv.worker.remote.plan import (
+    OutOfRange,
+    Places,
+    Refusal,
+    place_entries,
+    plan_read,
+    plan_routes,
+)
+
+LAYERS, CONTENT, ENTRY_TOKENS, BLOCKS = 3, 5, 4, 9
+ENTRIES = 7  # of the prompt
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def truth(heads: int) -> torch.Tensor:
+    """What KV is: `[layers, tokens, heads, content]`, never 0."""
+    shape = (LAYERS, ENTRIES * ENTRY_TOKENS, heads, CONTENT)
+    return torch.randint(1, 256, shape, dtype=torch.uint8, generator=GENERATOR)
+
+
+class Rank:
+    """One rank's cache, in one layout, with the prompt's blocks somewhere in it."""
+
+    def __init__(self, order: str, rank: int, heads: Heads, ratio: int, seed: int) -> None:
+        self.heads = heads
+        self.ratio = ratio
+        shape = Shape(
+            order=ORDERS[order],
+            layers=LAYERS,
+            blocks=BLOCKS,
+            ratio=ratio,
+            heads=heads.count,
+            tokens=ENTRY_TOKENS,
+            content=CONTENT,
+            dtype=torch.uint8,
+            offset=seed,
+        )
+        self.cache: Cache = make_cache(shape, seed)
+        tensors = {f"layer.{i}": tensor for i, tensor in enumerate(self.cache.tensors)}
+        self.strips, entries = page_strips(tensors, BLOCKS, heads.count)
+        assert entries == ratio
+        group = GroupLayout("same", ENTRY_TOKENS, ratio, BLOCKS, heads, self.strips)
+        self.layout = RankLayout(rank, (group,))
+        needed = -(-ENTRIES // ratio)
+        self.blocks = np.random.default_rng(seed).permutation(BLOCKS)[:needed].astype(np.int64)
+
+    def places(self, first: int = 0, count: int = ENTRIES) -> Places:
+        return place_entries(self.blocks, self.ratio, first, count)
+
+    def entry(self, layer: int, index: int) -> torch.Tensor:
+        """One entry of the prompt: `[heads, tokens, content]`."""
+        block = int(self.blocks[index // self.ratio])
+        return self.cache.tensors[layer][block * self.ratio + index % self.ratio]
+
+    def part(self, values: torch.Tensor, layer: int, index: int) -> torch.Tensor:
+        """What that entry should hold."""
+        tokens = values[layer, index * ENTRY_TOKENS : (index + 1) * ENTRY_TOKENS]
+        heads = slice(self.heads.first, self.heads.first + self.heads.count)
+        return tokens[:, heads].permute(1, 0, 2)
+
+    def fill(self, values: torch.Tensor) -> None:
+        for layer, index in itertools.product(range(LAYERS), range(ENTRIES)):
+            self.entry(layer, index).copy_(self.part(values, layer, index))
+
+
+def ranks(order: str, heads: int, parallel: int, ratio: int, seed: int) -> list[Rank]:
+    return [
+        Rank(order, rank, heads_of_rank(heads, parallel, rank), ratio, seed + rank)
+        for rank in range(parallel)
+    ]
+
+
+def pull(consumer: Rank, producers: list[Rank], first: int = 0, count: int = ENTRIES) -> set[int]:
+    """Copy as planned; the ranks that were read."""
+    (routes,) = plan_routes(consumer.layout, [producer.layout for producer in producers])
+    places = producers[0].places(first, count)
+    found = plan_read(routes, consumer.places(first, count), places)
+    for _, local, remote, nbytes in found:
+        for here, there, length in zip(local, remote, nbytes, strict=True):
+            ctypes.memmove(int(here), int(there), int(length))
+    return {rank for rank, *_ in found}
+
+
+def assert_pulled(consumer: Rank, values: torch.Tensor, entries: range) -> None:
+    """The prompt's entries are there, and nothing else in the buffer has changed."""
+    before = make_cache(consumer.cache.shape, consumer.cache.shape.offset)
+    for layer, index in itertools.product(range(LAYERS), entries):
+        block = int(consumer.blocks[index // consumer.ratio])
+        entry = block * consumer.ratio + index % consumer.ratio
+        before.tensors[layer][entry].copy_(consumer.part(values, layer, index))
+    assert torch.equal(consumer.cache.buffer, before.buffer)
+
+
+def heads_can_be_told(order: str, *sides: list[Rank]) -> bool:
+    outermost = order.endswith("HNC")
+    return all(outermost or rank.heads.count == 1 for side in sides for rank in side)
+
+
+@pytest.mark.parametrize("order", sorted(ORDERS))
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("parallel", list(itertools.product((1, 2, 4, 8), repeat=2)))
+def test_every_tensor_parallelism(order: str, heads: int, parallel: tuple[int, int]) -> None:
+    values = truth(heads)
+    producers = ranks(order, heads, parallel[0], 1, seed=1)
+    consumers = ranks(order, heads, parallel[1], 1, seed=20)
+    for producer in producers:
+        producer.fill(values)
+    alike = min(parallel[0], heads) == min(parallel[1], heads)
+    for consumer in consumers:
+        if not alike and not heads_can_be_told(order, producers, consumers):
+            with pytest.raises(Refusal, match="not apart"):
+                pull(consumer, producers)
+            continue
+        pull(consumer, producers)
+        assert_pulled(consumer, values, range(ENTRIES))
+
+
+@pytest.mark.parametrize("ratios", list(itertools.product((1, 2, 3), repeat=2)))
+@pytest.mark.parametrize("parallel", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("pair", [("LBHNC", "LBHNC"), ("LBHNC", "BLHNC"), ("BLHNC", "LBHNC")])
+def test_every_block_size_that_is_made_of_the_same_entries(
+    ratios: tuple[int, int], parallel: tuple[int, int], pair: tuple[str, str]
+) -> None:
+    """A block of more tokens is several entries, which are never looked into."""
+    if any(order == "BLHNC" and ratio > 1 for order, ratio in zip(pair, ratios, strict=True)):
+        pytest.skip("the entries of a block are dense only where layers are outermost")
+    values = truth(2)
+    producers = ranks(pair[0], 2, parallel[0], ratios[0], seed=1)
+    for producer in producers:
+        producer.fill(values)
+    for consumer in ranks(pair[1], 2, parallel[1], ratios[1], seed=20):
+        pull(consumer, producers, 2, 4)
+        assert_pulled(consumer, values, range(2, 6))
+
+
+@given(
+    order=st.sampled_from(sorted(ORDERS)),
+    first=st.integers(0, ENTRIES),
+    count=st.integers(0, ENTRIES),
+)
+def test_any_part_of_a_prompt(order: str, first: int, count: int) -> None:
+    count = min(count, ENTRIES - first)
+    values = truth(2)
+    (producer,) = ranks(order, 2, 1, 1, seed=1)
+    (consumer,) = ranks(order, 2, 1, 1, seed=20)
+    producer.fill(values)
+    pull(consumer, [producer], first, count)
+    assert_pulled(consumer, values, range(first, first + count))
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize("parallel", [(1, 1), (2, 1), (1, 2), (4, 2)])
+def test_out_of_the_slots_of_a_pool(order: str, parallel: tuple[int, int]) -> None:
+    values = truth(4)
+    producers = ranks(order, 4, parallel[0], 1, seed=1)
+    pools = []
+    rng = np.random.default_rng(0)
+    for producer in producers:
+        producer.fill(values)
+        pages = group_pages(producer.cache.tensors, BLOCKS)
+        # Two blocks a slot, slots with room behind them, in no order.
+        slot_bytes = 2 * pages.block_bytes + 64
+        slots = np.random.default_rng(7).permutation(5)
+        offsets = np.array(
+            [slots[i // 2] * slot_bytes + i % 2 * pages.block_bytes for i in range(ENTRIES)]
+        )
+        pool = rng.integers(0, 256, 5 * slot_bytes, dtype=np.uint8)
+        for block, offset in zip(producer.blocks.tolist(), offsets.tolist(), strict=True):
+            image = torch.cat([row[block] for row in pages.rows]).numpy()
+            pool[offset : offset + len(image)] = image
+        strips = slot_strips(producer.strips, 1, pages, pool.ctypes.data)
+        group = msgspec.structs.replace(
+            producer.layout.groups[0], strips=strips, num_blocks=len(pool)
+        )
+        producer.layout = RankLayout(producer.layout.rank, (group,))
+        producer.blocks = offsets
+        producer.cache.buffer.zero_()
+        pools.append(pool)
+    for consumer in ranks(order, 4, parallel[1], 1, seed=20):
+        (routes,) = plan_routes(consumer.layout, [producer.layout for producer in producers])
+        # Each rank's slots have their own size: ask for one rank at a time.
+        for producer in producers:
+            for rank, local, remote, nbytes in plan_read(
+                routes, consumer.places(), producer.places()
+            ):
+                if rank == producer.layout.rank:
+                    for here, there, length in zip(local, remote, nbytes, strict=True):
+                        ctypes.memmove(int(here), int(there), int(length))
+        assert_pulled(consumer, values, range(ENTRIES))
+
+
+def test_layers_of_a_pipeline_are_found_on_the_ranks_that_have_them() -> None:
+    values = truth(2)
+    (whole,) = ranks("LBHNC", 2, 1, 1, seed=1)
+    whole.fill(values)
+    (group,) = whole.layout.groups
+    stages = [
+        RankLayout(i, (msgspec.structs.replace(group, strips=strips),))
+        for i, strips in enumerate((group.strips[:1], group.strips[1:]))
+    ]
+    (consumer,) = ranks("LBHNC", 2, 1, 1, seed=20)
+    (routes,) = plan_routes(consumer.layout, stages)
+    found = plan_read(routes, consumer.places(), whole.places())
+    assert [runs.rank for runs in found] == [0, 1]
+    assert [len(runs.nbytes) for runs in found] == [ENTRIES, 2 * ENTRIES]
+
+
+def test_consumers_spread_over_ranks_that_hold_the_same() -> None:
+    producers = ranks("LBHNC", 1, 4, 1, seed=1)
+    for producer in producers:
+        producer.fill(truth(1))
+    read = [pull(consumer, producers) for consumer in ranks("LBHNC", 1, 4, 1, seed=20)]
+    assert read == [{0}, {1}, {2}, {3}]
+
+
+def test_layers_that_share_memory_are_read_once() -> None:
+    (rank,) = ranks("LBHNC", 2, 1, 1, seed=1)
+    (group,) = rank.layout.groups
+    twin = msgspec.structs.replace(group.strips[0], layer="twin")
+    layout = RankLayout(0, (msgspec.structs.replace(group, strips=(*group.strips, twin)),))
+    (routes,) = plan_routes(layout, [layout])
+    (runs,) = plan_read(routes, rank.places(), rank.places())
+    assert len(runs.nbytes) == LAYERS * ENTRIES
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
+def test_runs_come_in_the_order_in_which_neighbours_follow_each_other(order: str) -> None:
+    (producer,) = ranks(order, 2, 1, 1, seed=1)
+    (consumer,) = ranks(order, 2, 1, 1, seed=20)
+    (routes,) = plan_routes(consumer.layout, [producer.layout])
+    table = np.arange(BLOCKS, dtype=np.int64)
+    places = place_entries(table, 1, 0, BLOCKS)
+    (runs,) = plan_read(routes, places, places)
+    breaks = np.count_nonzero(runs.local[1:] != runs.local[:-1] + runs.nbytes[:-1])
+    assert breaks == 0  # these layouts have no gap between neighbours, so it is one run
+
+
+def refusal(**changes: object) -> str:
+    """What is said when the producer's group differs by this."""
+    (rank,) = ranks("LBHNC", 2, 1, 1, seed=1)
+    other = RankLayout(0, (msgspec.structs.replace(rank.layout.groups[0], **changes),))
+    with pytest.raises(Refusal) as caught:
+        plan_routes(rank.layout, [other])
+    return str(caught.value)
+
+
+def test_what_cannot_be_read_is_refused_with_a_sentence() -> None:
+    (rank,) = ranks("LBHNC", 2, 1, 1, seed=1)
+    strips = rank.layout.groups[0].strips
+    smaller = tuple(msgspec.structs.replace(s, entry_bytes=s.entry_bytes - 1) for s in strips)
+    assert "mean something else" in refusal(contents="other")
+    assert "without looking into a page" in refusal(entry_tokens=8)
+    assert "KV heads there" in refusal(heads=Heads(0, 2, 4))
+    assert "bytes there" in refusal(strips=smaller)
+    assert "no rank there" in refusal(strips=strips[:2])
+    assert "no rank there" in refusal(heads=Heads(0, 1, 2))
+    with pytest.raises(Refusal, match="KV cache groups"):
+        plan_routes(rank.layout, [RankLayout(0, ())])
+    with pytest.raises(Refusal, match="no rank there"):
+        plan_routes(rank.layout, [])
+
+
+@pytest.mark.parametrize("side", ["local", "remote"])
+@pytest.mark.parametrize("block", [-1, BLOCKS, 1 << 60])
+def test_blocks_that_do_not_exist_are_refused(side: str, block: int) -> None:
+    (rank,) = ranks("LBHNC", 2, 1, 1, seed=1)
+    (routes,) = plan_routes(rank.layout, [rank.layout])
+    good = rank.places(0, 2)
+    bad = Places(np.array([0, block]), good.entries)
+    with pytest.raises(OutOfRange):
+        plan_read(routes, *((bad, good) if side == "local" else (good, bad)))
+
+
+def test_tables_of_unequal_length_are_refused() -> None:
+    (rank,) = ranks("LBHNC", 2, 1, 1, seed=1)
+    (routes,) = plan_routes(rank.layout, [rank.layout])
+    with pytest.raises(OutOfRange):
+        plan_read(routes, rank.places(0, 2), rank.places(0, 3))
+    for first, count in ((0, ENTRIES + 1), (-1, 2), (5, 5)):
+        with pytest.raises(OutOfRange):
+            place_entries(rank.blocks, 1, first, count)
+
+
+@pytest.mark.parametrize("order", sorted(SCATTERED))
+def test_pages_that_are_not_one_run_are_refused(order: str) -> None:
+    cache = make_cache(Shape(order=SCATTERED[order], blocks=3))
+    tensors = {str(i): tensor for i, tensor in enumerate(cache.tensors)}
+    with pytest.raises(LayoutError):
+        page_strips(tensors, 3, cache.shape.heads)
+
+
+def test_heads_are_divided_as_vllm_divides_them() -> None:
+    assert [heads_of_rank(8, 2, rank).first for rank in range(2)] == [0, 4]
+    assert heads_of_rank(8, 2, 1).count == 4
+    assert [heads_of_rank(2, 8, rank).first for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
