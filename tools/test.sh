@@ -9,7 +9,7 @@ log=$(mktemp)
 second=$!
 trap 'kill "$second" 2>/dev/null; rm -f "$log"' EXIT
 
-"$python" -m pytest -m 'not slow' tests/engine tests/lmcache tests/soak
+"$python" -m pytest -m 'not slow' tests/remote tests/engine tests/lmcache tests/soak
 first=$?
 wait "$second"
 others=$?

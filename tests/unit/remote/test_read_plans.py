@@ -206,15 +206,7 @@ def test_out_of_the_slots_of_a_pool(order: str, parallel: tuple[int, int]) -> No
         producer.cache.buffer.zero_()
         pools.append(pool)
     for consumer in ranks(order, 4, parallel[1], 1, seed=20):
-        (routes,) = plan_routes(consumer.layout, [producer.layout for producer in producers])
-        # Each rank's slots have their own size: ask for one rank at a time.
-        for producer in producers:
-            for rank, local, remote, nbytes in plan_read(
-                routes, consumer.places(), producer.places()
-            ):
-                if rank == producer.layout.rank:
-                    for here, there, length in zip(local, remote, nbytes, strict=True):
-                        ctypes.memmove(int(here), int(there), int(length))
+        pull(consumer, producers)
         assert_pulled(consumer, values, range(ENTRIES))
 
 

@@ -7,8 +7,8 @@ outermost axis, each head's bytes are one run, and an engine with other tensor p
 just the heads that it needs. Tokens inside an entry are never told apart: some kernels don't keep
 them in order.
 
-A *strip* is one layer's entries: block `b` lies at `address + b * stride`. Where blocks lie in slots
-of a host pool the same is said with a stride of 1, and byte offsets in place of block numbers.
+A *strip* is one layer's entries: block `b` lies at `address + b * stride`. Where blocks lie in
+slots of a host pool the same is said with a stride of 1 and byte offsets for block numbers.
 """
 
 from __future__ import annotations
