@@ -25,6 +25,11 @@ connection part is garbage, and whoever can read through an agent can read all o
 `connect` is for endpoints that came over an authenticated channel alone; that a peer is who it says
 isn't checked here.
 
+**On a GPU** streams mean nothing to a read. Who owns memory grants a read of it only when the work
+that writes it has ended: when an event recorded behind it has been reached. `Read.after` is the same
+for the memory that is written. Kernels launched after a read's `DONE` see its bytes. None of this
+has been run on a GPU yet.
+
 No method blocks or raises on the data path, except where said; all may be called from any thread. A
 result's `kind` is one of `KINDS`, for counters.
 """
@@ -225,7 +230,8 @@ def open_transport(
     Args:
         regions: the memory to register. It must stay mapped until `close()` has returned True.
         options: see there.
-        notify: called, on a thread of the transport, when there is something to `poll()`.
+        notify: called when there is something to `poll()`: on a thread of the transport, or on one
+            that calls it; never within its lock.
 
     Raises:
         TransportError: NIXL isn't installed, or an agent can't be had.

@@ -109,6 +109,8 @@ class Ledger:
         self._tickets = 0
         self._results: list[ReadResult] = []
         self._settled: list[int] = []
+        self.news = 0
+        """How often there was something to take."""
 
     # -- jobs ---------------------------------------------------------------------------
 
@@ -147,9 +149,7 @@ class Ledger:
 
     def refuse(self, job: int, failure: Failure) -> None:
         """A job that never was: it fails and holds no memory."""
-        self._results.append(
-            ReadResult(job, Outcome.FAILED, kind=failure.kind, reason=failure.reason)
-        )
+        self._report(ReadResult(job, Outcome.FAILED, kind=failure.kind, reason=failure.reason))
 
     def begin(self, may_begin: MayBegin) -> Ticket | None:
         """The next piece to post: from now on it counts as under way. None if there is none."""
@@ -242,10 +242,6 @@ class Ledger:
         settled, self._settled = self._settled, []
         return settled
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self._results or self._settled)
-
     # -- questions ------------------------------------------------------------------------
 
     @property
@@ -310,10 +306,15 @@ class Ledger:
             result = ReadResult(job.job, outcome, memory, job.nbytes, seconds)
         else:
             result = ReadResult(job.job, outcome, memory, 0, seconds, failure.kind, failure.reason)
+        self._report(result)
+
+    def _report(self, result: ReadResult) -> None:
         self._results.append(result)
+        self.news += 1
 
     def _settle(self, job: Job) -> None:
         if job.holds_memory:
             return
         del self._quarantine[job.job]
         self._settled.append(job.job)
+        self.news += 1

@@ -23,7 +23,7 @@ from vllm_tiered_kv.remote.transport.reading import Reading
 
 IDLE_SECONDS = 5.0
 SHORTEST_PAUSE = 50e-6
-LONGEST_PAUSE = 2e-3
+LONGEST_PAUSE = 5e-4
 """Seconds between two looks at pieces under way: longer and longer while nothing happens."""
 STUCK_PAUSE = 0.05
 """The same, while there are none but those of jobs that ended."""

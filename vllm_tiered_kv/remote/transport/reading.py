@@ -75,10 +75,10 @@ class Reading:
     def locked(self) -> Iterator[Ledger]:
         """The lock, and the ledger; tells of what came up meanwhile."""
         with self._lock:
-            had_news = self._ledger.has_news
+            news = self._ledger.news
             yield self._ledger
-            has_news = self._ledger.has_news
-        if self._notify is not None and has_news and not had_news:
+            has_news = self._ledger.news > news
+        if self._notify is not None and has_news:
             try:
                 self._notify()
             except Exception as error:  # noqa: BLE001 - theirs; ours go on
@@ -167,6 +167,8 @@ class Reading:
     def _obstacle(self, ledger: Ledger, read: Read) -> Failure | None:
         if self.is_closing:
             return Failure("remote_shutdown", "the transport is closed")
+        if self.current is None:
+            return Failure("remote_agent", "this rank doesn't read")
         if read.peer not in self._endpoints:
             return Failure("remote_peer", "a read of a peer that isn't connected")
         if read.peer in self._refused:
