@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from vllm_tiered_kv.remote.transport import Memory, MemoryKind, Outcome, Read, ReadResult
 from vllm_tiered_kv.remote.transport.ledger import Failure, Job, Ledger, Ticket
@@ -81,7 +81,6 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         assert ticket.peer in peers
         known = self.jobs[ticket.job]
-        self.collect()
         assert known.result is None, "a job that ended begins nothing"
         known.landing[ticket.number] = ticket.agent
         self.open.append(ticket)
@@ -130,7 +129,12 @@ class LedgerMachine(RuleBasedStateMachine):
             known.landing = {t: a for t, a in known.landing.items() if a != agent}
         self.ledger.agent_gone(agent, Failure("remote_rebuilt", "replaced"), self.now)
 
-    @invariant()
+    @rule()
+    def settle_alone(self) -> None:
+        """Nobody is told that memory is free who doesn't know that it wasn't."""
+        self.take_settled()
+
+    @rule()
     def collect(self) -> None:
         """Every result and every settling, held against what may still land."""
         for result in self.ledger.take_results():
@@ -138,13 +142,16 @@ class LedgerMachine(RuleBasedStateMachine):
             assert known.result is None, "one result a job"
             known.result = result
             if result.memory is Memory.FREE:
-                assert not known.landing
+                assert not known.landing, "and nothing begins after the end"
             if result.outcome is Outcome.DONE:
                 assert known.good == known.pieces
                 assert not known.bad
                 assert result.nbytes == 10 * (known.pieces or 0)
             else:
                 assert result.nbytes == 0
+        self.take_settled()
+
+    def take_settled(self) -> None:
         for job in self.ledger.take_settled():
             known = self.jobs[job]
             assert known.result is not None

@@ -26,9 +26,9 @@ connection part is garbage, and whoever can read through an agent can read all o
 isn't checked here.
 
 **On a GPU** streams mean nothing to a read. Who owns memory grants a read of it only when the work
-that writes it has ended: when an event recorded behind it has been reached. `Read.after` is the same
-for the memory that is written. Kernels launched after a read's `DONE` see its bytes. None of this
-has been run on a GPU yet.
+that writes it has ended: when an event recorded behind it has been reached. `Read.after` is the
+same for the memory that is written. Kernels launched after a read's `DONE` see its bytes. None of
+this has been run on a GPU yet.
 
 No method blocks or raises on the data path, except where said; all may be called from any thread. A
 result's `kind` is one of `KINDS`, for counters.
@@ -209,7 +209,7 @@ class Transport(Protocol):
         """Jobs that ended since the last call; every job once."""
 
     def settled(self) -> list[int]:
-        """Quarantined jobs whose memory has become free since the last call; every one once."""
+        """Jobs that were polled as quarantined, and whose memory is free now; every one once."""
 
     def take_counts(self) -> dict[str, int]:
         """Failures by kind since the last call, those included that ended no job."""

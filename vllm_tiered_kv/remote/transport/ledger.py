@@ -239,7 +239,10 @@ class Ledger:
         return results
 
     def take_settled(self) -> list[int]:
-        settled, self._settled = self._settled, []
+        """Jobs whose results have been taken; the others wait."""
+        untold = {result.job for result in self._results}
+        settled = [job for job in self._settled if job not in untold]
+        self._settled = [job for job in self._settled if job in untold]
         return settled
 
     # -- questions ------------------------------------------------------------------------
