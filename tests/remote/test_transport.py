@@ -222,7 +222,7 @@ def test_a_hundred_reads_called_off_leave_nothing_behind(reader: Reader, peer: P
     reader.transport.connect(peer.endpoint)
     jobs = []
     for i in range(100):
-        jobs.append(reader.start(peer, [(i * 4096, j * MIB, 4096) for j in range(60)][:1]))
+        jobs.append(reader.start(peer, [(i * 4096, 0, 4096)]))
         reader.transport.cancel(jobs[-1:] if i % 2 else [])
     results = reader.wait(*jobs)
     held = [result.job for result in results if result.memory is Memory.QUARANTINED]
