@@ -11,7 +11,14 @@ from types import TracebackType
 import numpy as np
 
 from tests.remote._peer import Bytes, Peer, region
-from vllm_tiered_kv.remote.transport import Fence, Options, Read, ReadResult, open_transport
+from vllm_tiered_kv.remote.transport import (
+    Endpoint,
+    Fence,
+    Options,
+    Read,
+    ReadResult,
+    open_transport,
+)
 
 PATIENCE = 60.0
 """Seconds until a test gives up; nothing depends on how long it takes."""
@@ -32,7 +39,7 @@ class Reader:
 
     def start(
         self,
-        peer: Peer,
+        peer: Peer | Endpoint,
         runs: Sequence[tuple[int, int, int]],
         seconds: float = PATIENCE,
         after: Fence | None = None,
@@ -40,11 +47,12 @@ class Reader:
         """Begin to read `(here, there, nbytes)`, offsets into both memories."""
         job = next(self._jobs)
         local, remote, nbytes = (np.array(c, dtype=np.int64) for c in zip(*runs, strict=True))
+        endpoint = peer.endpoint if isinstance(peer, Peer) else peer
         read = Read(
             job,
-            peer.endpoint.incarnation,
+            endpoint.incarnation,
             local + self.memory.ctypes.data,
-            remote + peer.region.base,
+            remote + endpoint.regions[0].base,
             nbytes,
             time.monotonic() + seconds,
             after,

@@ -22,7 +22,7 @@ from vllm_tiered_kv.remote.transport import (
     TransportError,
     open_transport,
 )
-from vllm_tiered_kv.remote.transport.agent import Agent, AgentError
+from vllm_tiered_kv.remote.transport.agent import Agent, AgentError, _head
 
 MIB = 1 << 20
 
@@ -132,39 +132,41 @@ def test_a_peer_that_was_disconnected_is_not_read_until_it_is_connected_again(
         assert result.kind == "remote_peer"
 
 
-@pytest.mark.parametrize("kept", [0, 1, 40, 200, -1])
+@pytest.mark.parametrize("kept", [0, 1, 40, 60, 200, 300, 450])
 def test_metadata_that_is_cut_short_fails_its_reads_alone(
     reader: Reader, peer: Peer, kept: int
 ) -> None:
     """From a peer that is who it says. Garbage inside it would end the process: see `Transport`."""
-    reader.transport.connect(peer.endpoint)
-    short = msgspec.structs.replace(
-        peer.endpoint, incarnation="0" * 32, metadata=peer.endpoint.metadata[:kept]
-    )
     with Peer(4, MIB) as other:
-        other.endpoint = short
+        short = msgspec.structs.replace(other.endpoint, metadata=other.endpoint.metadata[:kept])
+        reader.transport.connect(peer.endpoint)
         reader.transport.connect(short)
-        (result,) = reader.wait(reader.start(other, [(0, 0, 10)]))
+        (result,) = reader.wait(reader.start(short, [(0, 0, 10)]))
         assert (result.outcome, result.memory) == (Outcome.FAILED, Memory.FREE)
         assert result.kind == "remote_connect"
-    (result,) = reader.wait(reader.start(peer, [(0, 0, MIB)]))
-    assert result.outcome is Outcome.DONE
+        (result,) = reader.wait(reader.start(peer, [(0, 0, MIB)]))
+        assert result.outcome is Outcome.DONE
 
 
-def test_metadata_of_another_agent_is_refused(reader: Reader, peer: Peer) -> None:
-    peer_of_that_name = msgspec.structs.replace(peer.endpoint, incarnation="1" * 32)
-    reader.transport.connect(peer_of_that_name)
-    read = Read(
-        50,
-        "1" * 32,
-        np.array([reader.memory.ctypes.data]),
-        np.array([peer.region.base]),
-        np.array([10]),
-        1e12,
-    )
-    reader.transport.start_read(read)
-    (result,) = reader.wait(50)
-    assert result.kind == "remote_connect"
+@pytest.mark.parametrize("known", [True, False])
+def test_metadata_of_another_agent_is_refused(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Also where its form isn't known, and it is loaded before its name can be told."""
+    monkeypatch.setattr(Agent, "_begins_with_name", known)
+    with Reader(MIB) as reader:
+        misnamed = msgspec.structs.replace(peer.endpoint, incarnation="1" * 32)
+        reader.transport.connect(misnamed)
+        (result,) = reader.wait(reader.start(misnamed, [(0, 0, 10)]))
+        assert result.kind == "remote_connect"
+        reader.transport.connect(peer.endpoint)
+        (result,) = reader.wait(reader.start(peer, [(0, 0, 10)]))
+        assert result.outcome is Outcome.DONE
+
+
+def test_this_nixl_writes_metadata_in_the_known_form(peer: Peer) -> None:
+    endpoint = peer.endpoint
+    assert endpoint.metadata.startswith(_head(endpoint.incarnation))
 
 
 def test_regions_of_a_peer_that_make_no_sense_are_refused(reader: Reader, peer: Peer) -> None:
@@ -289,10 +291,9 @@ def test_no_thread_dies_of_an_error_that_nobody_thought_of(
                 assert result.outcome is not Outcome.DONE
             if result.memory is Memory.QUARANTINED:
                 reader.wait_settled(job)
-        reader.transport.disconnect(peer.endpoint.incarnation)
-        reader.transport.connect(peer.endpoint)
-        (result,) = reader.wait(reader.start(peer, [(0, 0, MIB)]))
-        assert result.outcome is Outcome.DONE
+            reader.transport.connect(peer.endpoint)
+            (result,) = reader.wait(reader.start(peer, [(0, 0, MIB)]))
+            assert result.outcome is Outcome.DONE
 
 
 def test_reads_after_the_end_fail(peer: Peer) -> None:

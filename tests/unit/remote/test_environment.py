@@ -45,13 +45,22 @@ def test_data_goes_over_the_interface_of_the_control_channel(
 
 
 def test_what_the_user_has_set_stays() -> None:
-    mine = {"UCX_NET_DEVICES": "eth9", "UCX_RCACHE_MAX_UNRELEASED": "7"}
+    mine = {
+        "UCX_NET_DEVICES": "eth9",
+        "UCX_RCACHE_MAX_UNRELEASED": "7",
+        "UCX_MODULES": "all",
+    }
     assert variables("127.0.0.1", mine, addresses=ADDRESSES, rdma=()) == {}
 
 
 def test_nothing_else_is_chosen() -> None:
-    found = variables("127.0.0.1", {}, addresses=ADDRESSES, rdma=())
+    found = variables("127.0.0.1", {}, addresses=ADDRESSES, rdma=PORTS)
     assert found == {"UCX_NET_DEVICES": "lo", "UCX_RCACHE_MAX_UNRELEASED": "1024"}
+
+
+def test_rdma_is_left_out_where_there_is_none() -> None:
+    found = variables("127.0.0.1", {}, addresses=ADDRESSES, rdma=())
+    assert found["UCX_MODULES"] == "^ib"
 
 
 def test_a_home_without_access_is_not_looked_at(

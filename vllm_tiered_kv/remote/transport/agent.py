@@ -15,6 +15,7 @@ ends a transfer that hangs is the agent's end.
 from __future__ import annotations
 
 import enum
+import functools
 import gc
 import importlib
 import weakref
@@ -114,6 +115,9 @@ class Agent:
 
     def connect(self, endpoint: Endpoint) -> None:
         """Load a peer's metadata. It must be authentic: garbage inside it ends the process."""
+        if self._begins_with_name and not endpoint.metadata.startswith(_head(endpoint.incarnation)):
+            # Not even tried: what is loaded under another peer's name can cost that one its own.
+            raise AgentError("the metadata is cut short, or another agent's")
         name = self._call(self._agent.loadRemoteMD, endpoint.metadata)
         name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         if name != endpoint.incarnation:
@@ -158,6 +162,11 @@ class Agent:
             gc.collect()  # an error's traceback may refer to it
         return alive() is None
 
+    @functools.cached_property
+    def _begins_with_name(self) -> bool:
+        """Whether this NIXL writes metadata in the form that is known here."""
+        return self.metadata().startswith(_head(self.name))
+
     def _make(self, name: str, progress: bool) -> Any:
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = progress
@@ -191,3 +200,8 @@ class Agent:
                 disconnected=name == "nixlRemoteDisconnectError",
                 deleted=name in ("nixlNotFoundError", "nixlRepostActiveError"),
             ) from error
+
+
+def _head(name: str) -> bytes:
+    """How the metadata of an agent begins."""
+    return b"nixlSerDes|Agent" + len(name).to_bytes(8, "little") + name.encode() + b"|"

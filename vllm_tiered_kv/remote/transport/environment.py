@@ -52,7 +52,12 @@ def variables(
         rdma: ports, as UCX writes them.
     """
     wanted = {"UCX_RCACHE_MAX_UNRELEASED": RCACHE_LIMIT}
-    devices = net_devices(host, addresses, rdma)
+    ports = tuple(rdma)
+    if not ports:
+        # The wheel's RDMA modules may load the system's libraries beside their own; with both the
+        # process crashes when it exits (nixl-cu12 1.5.1 on Debian with libefa1).
+        wanted["UCX_MODULES"] = "^ib"
+    devices = net_devices(host, addresses, ports)
     if devices:
         wanted["UCX_NET_DEVICES"] = devices
     if not _may_look_home(present.get("HOME")):

@@ -249,8 +249,8 @@ class Keeper:
             return True
         try:
             generation.agent.connect(endpoint)
-        except AgentError as error:
-            self._reading.refused(generation, peer, f"a peer's metadata was refused: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this peer's
+            self._reading.refused(generation, peer, f"a peer's metadata was refused: {error!r}")
             return True
         self._reading.connected(generation, peer)
         return True
