@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
@@ -22,6 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 START_SECONDS = 60.0
 
 
+@functools.lru_cache(maxsize=4)
 def contents(seed: int, nbytes: int) -> Bytes:
     """Random bytes, the same for everybody who knows the seed."""
     return np.random.default_rng(seed).integers(1, 256, nbytes, dtype=np.uint8)
@@ -54,6 +56,10 @@ class Peer:
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def kill(self) -> None:
         self._process.kill()

@@ -177,10 +177,15 @@ class Options(msgspec.Struct, frozen=True):
     """A job is read in pieces of about this size."""
     max_pieces: int = 4
     """Pieces under way for one peer on one thread."""
-    quarantine_bytes: int = 4 << 30
-    """With more than this in quarantine ..."""
-    quarantine_seconds: float = 10.0
-    """... or a job for longer than this, the agent that reads is made anew."""
+    quarantine_share: float = 0.25
+    """With more than this share of the registered memory in quarantine ..."""
+    quarantine_seconds: float = 300.0
+    """... or a job for longer than this, the agent that reads is made anew.
+
+    Not soon: a peer that stood still, is read over tcp, and goes on when its reader's agent is gone,
+    is ended by UCX (seen with 1.23: "unexpected error" where the answer can't be sent). A peer that
+    is dead or can't be reached ends its reads without this.
+    """
 
 
 class Transport(Protocol):

@@ -297,10 +297,10 @@ class Reading:
             if self.old is not None or self.current is None:
                 return False
             since = self._ledger.quarantined_since()
-            return (
-                self._ledger.quarantined_bytes() > self.options.quarantine_bytes
-                or since + self.options.quarantine_seconds <= self.clock()
-            )
+            if since + self.options.quarantine_seconds <= self.clock():
+                return True
+            room = self.options.quarantine_share * self.local.nbytes
+            return self._ledger.quarantined_bytes() > room
 
     def replace(self, generation: Generation | None) -> None:
         """Reads that come use this agent; the one there was retires."""
