@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import importlib
 import os
 import threading
@@ -114,13 +115,11 @@ class Ours:
 
 
 class Raw:
-    """NIXL as its documentation uses it."""
+    """NIXL as its documentation uses it, but for the thread of its own, which would spin."""
 
     def __init__(self, memory: Bytes, peer: Peer, piece_bytes: int) -> None:
         api: Any = importlib.import_module("nixl._api")
-        config = api.nixl_agent_config(
-            backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
-        )
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = api.nixl_agent("raw", config)
         self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
         name = self._agent.add_remote_agent(peer.endpoint.metadata)
@@ -168,12 +167,11 @@ class Memcpy:
         room = BUFFER_BYTES - nbytes
         source = self._source.ctypes.data + int(rng.integers(0, room)) // 4096 * 4096
         target = self._target.ctypes.data + int(rng.integers(0, room)) // 4096 * 4096
-        return in_threads(
-            [
-                lambda i=i: self._memcpy(target + i * each, source + i * each, each)
-                for i in range(self._threads)
-            ]
+        works = (
+            functools.partial(self._memcpy, target + i * each, source + i * each, each)
+            for i in range(self._threads)
         )
+        return in_threads(list(works))
 
 
 def verify(memory: Bytes, truth: Bytes, pages: Pages) -> None:

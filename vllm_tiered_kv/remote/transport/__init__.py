@@ -182,9 +182,9 @@ class Options(msgspec.Struct, frozen=True):
     quarantine_seconds: float = 300.0
     """... or a job for longer than this, the agent that reads is made anew.
 
-    Not soon: a peer that stood still, is read over tcp, and goes on when its reader's agent is gone,
-    is ended by UCX (seen with 1.23: "unexpected error" where the answer can't be sent). A peer that
-    is dead or can't be reached ends its reads without this.
+    Not soon: a peer that stood still, is read over tcp, and goes on when its reader's agent is
+    gone, is ended by UCX (seen with 1.23: "unexpected error" where the answer can't be sent). A
+    peer that is dead or can't be reached ends its reads without this.
     """
 
 
