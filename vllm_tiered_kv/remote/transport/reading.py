@@ -248,10 +248,10 @@ class Reading:
         """Until something changed since `version`, at most this long; False when closing."""
         with self.locked() as ledger:
             ledger.give_up_late(self.clock())
-            if self.is_closing or self._version != version:
-                return not self.is_closing
             left = ledger.next_deadline - self.clock()
-            self._wake.wait(min(seconds, max(0.0, left)))
+        with self._lock:
+            if seconds > 0 and not self.is_closing and self._version == version:
+                self._wake.wait(min(seconds, max(0.0, left)))
             return not self.is_closing
 
     # -- for the one that looks after the agents ------------------------------------------------
