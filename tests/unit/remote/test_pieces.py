@@ -7,11 +7,16 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_tiered_kv.remote.transport import MemoryKind, Read, Region
-from vllm_tiered_kv.remote.transport.pieces import RangeError, plan_pieces
+from vllm_tiered_kv.remote.transport.pieces import (
+    WORTH_SHARING,
+    RangeError,
+    fair_piece,
+    plan_pieces,
+)
 from vllm_tiered_kv.remote.transport.regions import RegionError, RegionTable
 
 LOCAL = RegionTable(
@@ -50,6 +55,18 @@ def device_of(table: RegionTable, address: int) -> tuple[MemoryKind, int]:
     raise AssertionError(f"{address} is nowhere")
 
 
+@settings(deadline=None)
+@given(
+    nbytes=st.integers(1, 1 << 34), piece=st.integers(1 << 20, 1 << 26), threads=st.integers(1, 4)
+)
+def test_threads_get_as_many_pieces_each(nbytes: int, piece: int, threads: int) -> None:
+    size = fair_piece(nbytes, piece, threads)
+    assert 0 < size <= piece
+    if nbytes >= WORTH_SHARING:
+        assert -(-nbytes // size) % threads == 0
+
+
+@settings(deadline=None)
 @given(jobs(), st.integers(1, 700))
 def test_every_byte_is_in_one_piece_and_comes_from_its_place(
     runs: list[tuple[int, int, int]], piece_bytes: int
@@ -111,6 +128,7 @@ def test_what_is_not_registered_is_refused(run: tuple[int, int, int]) -> None:
         plan_pieces(read((1_000, 50_000, 1), run), LOCAL, REMOTE, 1 << 20)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(*[st.integers(-(1 << 63), TOP)] * 3), min_size=1, max_size=3))
 def test_no_numbers_slip_through(runs: list[tuple[int, int, int]]) -> None:
     """Whatever is asked for, what is planned lies in registered memory."""

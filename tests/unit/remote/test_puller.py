@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_tiered_kv.remote.transport import Endpoint, Memory, Outcome, Read, ReadResult
@@ -111,6 +111,7 @@ def test_a_pull_without_parts_is_done() -> None:
     assert (result.outcome, result.memory, result.nbytes) == (Outcome.DONE, Memory.FREE, 0)
 
 
+@settings(deadline=None)
 @given(
     ends=st.lists(
         st.tuples(st.sampled_from(Outcome), st.sampled_from(Memory)), min_size=1, max_size=5

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit._layouts import ORDERS, SCATTERED, Cache, Shape, make_cache
@@ -167,6 +167,7 @@ def test_every_block_size_that_is_made_of_the_same_entries(
         assert_pulled(consumer, values, range(2, 6))
 
 
+@settings(deadline=None)
 @given(
     order=st.sampled_from(sorted(ORDERS)),
     first=st.integers(0, ENTRIES),

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vllm_tiered_kv.remote.transport import Int64s, Read
 
 MAX_PIECE_RUNS = 4096
+WORTH_SHARING = 4 << 20
+"""Below this a job isn't divided over threads."""
 
 
 class RangeError(ValueError):
@@ -52,15 +54,23 @@ class Piece(NamedTuple):
 
 
 def plan_pieces(
-    read: Read, local: RegionTable, remote: RegionTable, piece_bytes: int
+    read: Read, local: RegionTable, remote: RegionTable, piece_bytes: int, threads: int = 1
 ) -> list[Piece]:
     """The pieces of a job; together they are its runs, each byte once.
+
+    Args:
+        read: the job.
+        local: the memory here.
+        remote: the peer's.
+        piece_bytes: the most bytes of a piece.
+        threads: there are as many pieces for each, where it is worth it.
 
     Raises:
         RangeError: a run isn't wholly in one registered region, or the lists are empty, of unequal
             length, too long or not int64.
     """
     runs = _checked(read, local, remote)
+    piece_bytes = fair_piece(int(runs.nbytes.sum()), piece_bytes, threads)
     pieces = []
     for here, there, part in _by_kind(runs, local, remote):
         for cut in split(coalesce(part), piece_bytes):
@@ -74,6 +84,15 @@ def plan_pieces(
                 )
             )
     return pieces
+
+
+def fair_piece(nbytes: int, piece_bytes: int, threads: int) -> int:
+    """The size of pieces, at most `piece_bytes`, with which all threads end at the same time."""
+    if nbytes < WORTH_SHARING:
+        return piece_bytes
+    pieces = -(-nbytes // piece_bytes)
+    pieces = -(-pieces // threads) * threads
+    return min(piece_bytes, -(-nbytes // pieces))
 
 
 def coalesce(runs: Runs) -> Runs:

@@ -105,7 +105,8 @@ class Reader:
             return True
         try:
             options = self._reading.options
-            plan = plan_pieces(read, self._reading.local, remote, options.piece_bytes)
+            local, threads = self._reading.local, max(1, options.threads)
+            plan = plan_pieces(read, local, remote, options.piece_bytes, threads)
         except RangeError as error:
             self._reading.planned(job, Failure("remote_range", str(error)))
             return True
