@@ -184,7 +184,7 @@ class Options(msgspec.Struct, frozen=True):
 
     Not soon: a peer that stood still, is read over tcp, and goes on when its reader's agent is
     gone, is ended by UCX (seen with 1.23: "unexpected error" where the answer can't be sent). A
-    peer that is dead or can't be reached ends its reads without this.
+    peer that is dead ends its reads without this.
     """
 
 
