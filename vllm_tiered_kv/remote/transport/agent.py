@@ -6,10 +6,11 @@ progress thread be chosen (without one the thread spins) and whose handles call 
 collected. Run with nixl_cu12 1.5.1 on a machine without a GPU: host memory over CMA and tcp.
 Descriptors of GPU memory have not been run.
 
-What was seen there, and is kept to: an error of a post may leave parts of it under way, unless it
-says that the peer is gone. A handle is deleted by NIXL itself when its peer was removed meanwhile,
-and releasing it then is fatal: so a peer is removed only when none of its handles is left. What
-ends a transfer that hangs is the agent's end.
+What is kept to, from NIXL's source (`nixl_agent.cpp`, `ucx_backend.cpp`): an error of a post may
+leave parts of it under way, unless it says that the peer is gone. A handle is deleted by NIXL
+itself when its peer was removed meanwhile, and releasing it then is fatal: so a peer is removed
+only when none of its handles is left. And from tests: nothing but the agent's end ends a transfer
+that hangs.
 """
 
 from __future__ import annotations
