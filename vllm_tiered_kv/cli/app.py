@@ -10,6 +10,7 @@ import typer
 from vllm_tiered_kv import __version__
 from vllm_tiered_kv.bench.errors import BenchError
 from vllm_tiered_kv.cli.bench import bench
+from vllm_tiered_kv.cli.keygen import keygen
 from vllm_tiered_kv.cli.plan import plan
 from vllm_tiered_kv.cli.size import size
 from vllm_tiered_kv.sizing.errors import SizingError
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(size)
 app.command()(plan)
 app.add_typer(bench, name="bench")
+app.command()(keygen)
 
 
 def _show_version(wanted: bool) -> None:
