@@ -126,7 +126,12 @@ def _check_disk(vllm_config: VllmConfig, geometry: Geometry, ranks: int) -> None
 
 
 def _options(vllm_config: VllmConfig) -> Options:
-    return parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    options = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    if options.remote is not None:
+        raise ConfigError(
+            "remote: this version cannot hand KV over to other engines yet; leave out remote"
+        )
+    return options
 
 
 def _geometry(

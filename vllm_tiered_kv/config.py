@@ -18,6 +18,7 @@ import msgspec
 
 from vllm_tiered_kv.gate import GateMode
 from vllm_tiered_kv.policies import Eviction
+from vllm_tiered_kv.remote.options import Handoff, RemoteOptions, check_remote
 
 _UNITS = {
     "": 1,
@@ -31,6 +32,11 @@ _UNITS_BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 _SIZE = re.compile(r"^\s*(\d{1,24}(?:\.\d{1,24})?)\s*([A-Za-z]*)\s*$")
 _MAX_SIZE = 1 << 60
 _CONNECTOR = "kv_connector_extra_config"
+_CHOICES: dict[str, type[enum.Enum]] = {
+    "gate": GateMode,
+    "eviction": Eviction,
+    "handoff": Handoff,
+}
 
 _O = TypeVar("_O", bound=msgspec.Struct)
 
@@ -123,6 +129,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     cpu: CpuOptions | None = None
     disk: DiskOptions | None = None
+    remote: RemoteOptions | None = None
     gate: GateMode = GateMode.MEASURED
     """What decides whether a stored prefix is loaded or computed again."""
     store_generated: bool = True
@@ -143,7 +150,7 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
         ConfigError: naming the key, the value and the nearest valid key.
     """
     _refuse_unknown_keys(raw, Options, "", _CONNECTOR)
-    if raw.get("cpu") is None and raw.get("disk") is None:
+    if all(raw.get(source) is None for source in ("cpu", "disk", "remote")):
         raise ConfigError(
             "kv_connector_extra_config: no tier is configured; give at least "
             '{"cpu": {"capacity": "32GiB"}} or {"disk": {"path": "/mnt/kv", "capacity": "500GiB"}}'
@@ -157,6 +164,9 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
         )
     if options.disk is not None:
         _check_disk(options.disk)
+    if options.remote is not None and (wrong := check_remote(options.remote)) is not None:
+        key, value, reason = wrong
+        raise ConfigError(f"remote.{key}: {value!r} is not valid: {reason}")
     return options
 
 
@@ -267,7 +277,7 @@ def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any], root: str) 
     if missing := re.search(r"missing required field `(\w+)`", reason):
         return f"{f'{path}.' if path else ''}{missing[1]}: required, but not given"
     if reason.startswith("Invalid enum value"):
-        choices: type[enum.Enum] = GateMode if path == "gate" else Eviction
+        choices: type[enum.Enum] = _CHOICES.get(path.rpartition(".")[2], Eviction)
         reason = "expected one of " + ", ".join(each.value for each in choices)
     return f"{path or root}: {value!r} is not valid: {reason}"
 

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options below ``remote``, and what an address is."""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+import re
+
+import msgspec
+
+MAX_PEERS = 64
+"""Addresses that may be named, and engines that are talked to at once."""
+_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*\.?")
+_MAX_HOST = 253
+
+
+class Handoff(enum.Enum):
+    """What a producer serves a hand-over from."""
+
+    AUTO = "auto"
+    DEVICE = "device"  # the KV pages themselves, which stay taken meanwhile
+    CPU = "cpu"  # slots of the CPU tier; the device's blocks are free at once
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where an engine's control channel listens."""
+
+    host: str
+    """A name or an address; IPv6 without brackets."""
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        """As ZeroMQ writes it."""
+        return f"tcp://{self}"
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class RemoteOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hand-over between engines."""
+
+    listen: str
+    """``host:port`` of this engine's control channel, as peers reach it. With data parallelism each
+    engine adds its index to the port. Port 0: any that is free."""
+    key_file: str
+    """The fleet's key; absolute. See ``vllm-tiered-kv keygen``."""
+    handoff: Handoff = Handoff.AUTO
+    """What hand-overs are served from."""
+    peers: tuple[str, ...] = ()
+    """``host:port`` of engines that may be asked for chunks."""
+    verify: bool = False
+    """Compare a checksum of what was handed over."""
+    lease: float = 30.0
+    """Seconds a hand-over is kept for a consumer that does not come, or says nothing any more."""
+    deadline: float = 10.0
+    """Seconds a read may take before it is given up and the prompt is computed."""
+    max_leases: int = 1024
+    """Hand-overs offered at once; beyond these a prompt is answered without one."""
+
+
+def parse_address(text: str) -> Address:
+    """Read ``host:port`` or ``[address]:port``.
+
+    Raises:
+        ValueError: it is none; says why.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise ValueError('expected "host:port"')
+    if host.startswith("[") and host.endswith("]"):
+        return Address(str(ipaddress.IPv6Address(host[1:-1])), int(port))
+    if len(host) > _MAX_HOST or not _NAME.fullmatch(host):
+        raise ValueError('expected a host\'s name or address before the port, as "10.0.0.5:7600"')
+    return Address(host, int(port))
+
+
+def check_remote(options: RemoteOptions) -> tuple[str, object, str] | None:
+    """Values that fit their types and nothing else.
+
+    Returns:
+        The key, its value, and what is wrong with it; None if all is well.
+    """
+    try:
+        address = parse_address(options.listen)
+    except ValueError as error:
+        return "listen", options.listen, str(error)
+    if _is_wildcard(address.host):
+        return (
+            "listen",
+            options.listen,
+            "must be the address that peers reach this engine at: they are told it",
+        )
+    if not options.key_file.startswith("/") or "\0" in options.key_file:
+        return "key_file", options.key_file, "must be an absolute path"
+    if len(options.peers) > MAX_PEERS:
+        return "peers", len(options.peers), f"at most {MAX_PEERS} can be named"
+    for peer in options.peers:
+        try:
+            reached = parse_address(peer)
+        except ValueError as error:
+            return "peers", peer, str(error)
+        if not reached.port or _is_wildcard(reached.host):
+            return "peers", peer, "is no address that can be reached"
+    if not 1 <= options.lease <= 3600:
+        return "lease", options.lease, "must be from 1 to 3600 seconds"
+    if not 0.1 <= options.deadline <= 600:
+        return "deadline", options.deadline, "must be from 0.1 to 600 seconds"
+    if not 1 <= options.max_leases <= 65536:
+        return "max_leases", options.max_leases, "must be from 1 to 65536"
+    return None
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
