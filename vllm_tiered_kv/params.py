@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -20,6 +20,8 @@ class RequestParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load: bool = True
     gate: GateMode | None = None
     """What decides whether its prefix is loaded; None: the option ``gate``."""
+    handoff: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    """The ticket of what another engine hands over; see :mod:`.remote.params`."""
 
 
 DEFAULT = RequestParams()
