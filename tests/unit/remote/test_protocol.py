@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both sides of the protocol: what is granted, refused, renewed, late and lost."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.remote._wire import ADDRESS, GRACE, IDENTITY, OFFER, SECONDS, Producer, Wire, memory
+from vllm_tiered_kv.remote import serving
+from vllm_tiered_kv.remote.asking import ASK_SECONDS, IDLE_SECONDS, MAX_QUIET_SECONDS
+from vllm_tiered_kv.remote.handoff import Handoff, State
+from vllm_tiered_kv.remote.messages import (
+    MAX_ASK_BYTES,
+    VERSION,
+    Granted,
+    Hello,
+    Hold,
+    Identity,
+    MessageError,
+    OtherVersion,
+    Reason,
+    Refused,
+    Release,
+    Renew,
+    Take,
+    Welcome,
+    decode_answer,
+    decode_ask,
+    encode,
+)
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+def granted(wire: Wire) -> Handoff:
+    assert wire.producer is not None
+    handoff = wire.open(wire.producer.offer())
+    wire.run()
+    assert handoff.state is State.GRANTED
+    return handoff
+
+
+def freed(wire: Wire) -> list[int]:
+    assert wire.producer is not None
+    return wire.producer.server.take_freed()
+
+
+def test_what_was_offered_is_granted_with_its_memory(wire: Wire) -> None:
+    handoff = granted(wire)
+    assert handoff.granted is not None
+    assert handoff.granted.blocks == OFFER.blocks
+    assert handoff.granted.memory.ranks == (memory(),)
+    assert handoff.valid_until == 1000.0 + SECONDS
+    assert not wire.failures
+
+
+def test_memory_is_asked_for_once(wire: Wire) -> None:
+    granted(wire)
+    assert wire.producer is not None
+    wire.open(wire.producer.offer())
+    assert [type(decode_ask(data)) for data in wire.asks] == [Take]
+
+
+def test_release_frees_at_once(wire: Wire) -> None:
+    handoff = granted(wire)
+    wire.client.release(handoff)
+    wire.run()
+    assert freed(wire) == [handoff.ticket.lease]
+    assert handoff.state is State.OVER
+    wire.client.release(handoff)
+    assert wire.asks == []
+
+
+def test_a_lease_lasts_from_the_question_not_from_the_answer(wire: Wire) -> None:
+    assert wire.producer is not None
+    handoff = wire.open(wire.producer.offer())
+    wire.now += 1.0
+    wire.to_producer()
+    wire.now += 0.5
+    wire.to_client()
+    assert handoff.valid_until == 1000.0 + SECONDS
+    wire.producer.leases.expire(handoff.valid_until + GRACE)
+    assert freed(wire) == []  # the producer's ends later
+
+
+def test_who_waits_keeps_the_lease(wire: Wire) -> None:
+    handoff = granted(wire)
+    for _ in range(40):
+        wire.pass_time(3.0)
+        wire.run()
+    assert handoff.state is State.GRANTED
+    assert freed(wire) == []
+    wire.client.release(handoff)
+    wire.run()
+    assert freed(wire) == [handoff.ticket.lease]
+
+
+def test_without_renewals_both_sides_end_it(wire: Wire) -> None:
+    handoff = granted(wire)
+    for _ in range(12):
+        wire.pass_time(3.0)
+        wire.asks.clear()
+    assert handoff.state is State.OVER
+    assert "remote_lease" in wire.failures
+    assert freed(wire) == [handoff.ticket.lease]
+
+
+def test_a_renewal_that_is_refused_ends_it(wire: Wire) -> None:
+    handoff = granted(wire)
+    assert wire.producer is not None
+    wire.producer.server.close("its caches were reset")
+    wire.pass_time(SECONDS / 2)
+    wire.run()
+    assert handoff.state is State.OVER
+    assert handoff.valid_until == 1000.0 + SECONDS  # what is being read may still be good
+
+
+def test_two_who_take_the_same(wire: Wire) -> None:
+    assert wire.producer is not None
+    ticket = wire.producer.offer()
+    first, second = wire.open(ticket), wire.open(ticket)
+    wire.run()
+    assert first.state is second.state is State.GRANTED
+    wire.client.release(first)
+    wire.run()
+    assert freed(wire) == []
+    wire.client.release(second)
+    wire.run()
+    assert freed(wire) == [ticket.lease]
+    third = wire.open(ticket)
+    wire.run()
+    assert third.state is State.OVER
+    assert wire.failures == ["remote_lease"]
+
+
+# -- what goes wrong -------------------------------------------------------------------
+
+
+def test_no_answer_ends_in_time_and_the_producer_is_left_alone(wire: Wire) -> None:
+    assert wire.producer is not None
+    ticket, other = wire.producer.offer(), wire.producer.offer()
+    handoff = wire.open(ticket)
+    wire.asks.clear()
+    wire.pass_time(ASK_SECONDS)
+    assert handoff.state is State.OVER
+    assert "remote_unanswered" in wire.failures
+    again = wire.open(other)
+    assert again.state is State.OVER
+    assert wire.asks == []
+    wire.pass_time(MAX_QUIET_SECONDS)
+    once_more = wire.open(other)
+    assert once_more.state is State.ASKING
+    assert wire.asks
+
+
+def test_silence_grows_with_each_failure_and_ends_with_an_answer(wire: Wire) -> None:
+    silences = []
+    for _ in range(8):
+        assert wire.producer is not None
+        handoff = wire.open(wire.producer.offer())
+        assert handoff.state is State.ASKING
+        wire.asks.clear()
+        wire.pass_time(ASK_SECONDS)
+        began = wire.now
+        while wire.open(wire.producer.offer()).state is State.OVER:
+            wire.now += 0.25
+        wire.asks.clear()
+        silences.append(wire.now - began)
+        wire.producer = Producer(wire)
+        wire.pass_time(ASK_SECONDS)
+        wire.now += MAX_QUIET_SECONDS
+    assert silences == sorted(silences)
+    assert silences[0] < 5
+    assert silences[-1] <= MAX_QUIET_SECONDS
+    granted(wire)
+    assert wire.producer is not None
+    assert wire.open(wire.producer.offer()).state is State.ASKING
+
+
+def test_a_grant_that_comes_late_is_given_back(wire: Wire) -> None:
+    assert wire.producer is not None
+    handoff = wire.open(wire.producer.offer())
+    wire.to_producer()
+    wire.pass_time(ASK_SECONDS)
+    assert handoff.state is State.OVER
+    wire.to_client()
+    assert any(isinstance(decode_ask(data), Release) for data in wire.asks)
+    wire.run()
+    assert freed(wire) == [handoff.ticket.lease]
+
+
+def test_who_gives_up_while_asking_gives_back(wire: Wire) -> None:
+    assert wire.producer is not None
+    handoff = wire.open(wire.producer.offer())
+    wire.client.release(handoff)
+    wire.run()
+    assert freed(wire) == [handoff.ticket.lease]
+    assert not wire.failures
+
+
+def test_a_producer_that_restarted_is_told_apart(wire: Wire) -> None:
+    granted(wire)
+    old = wire.producer
+    assert old is not None
+    ticket = old.offer()
+    wire.producer = Producer(wire, "22" * 16)
+    handoff = wire.open(ticket)
+    wire.run()
+    assert handoff.state is State.OVER
+    assert wire.failures == ["remote_engine"]
+    fresh = wire.open(wire.producer.offer())
+    wire.run()
+    assert fresh.state is State.GRANTED
+    assert wire.client.gone == [old.engine]
+
+
+@pytest.mark.parametrize(
+    ("identity", "kind", "word"),
+    [
+        (Identity("c" * 32, IDENTITY.pages), "remote_semantic", "model"),
+        (Identity(IDENTITY.semantic, "c" * 32), "remote_pages", "block size"),
+    ],
+)
+def test_engines_that_differ(wire: Wire, identity: Identity, kind: str, word: str) -> None:
+    assert wire.producer is not None
+    wire.client.identify(identity)
+    handoff = wire.open(wire.producer.offer())
+    wire.run()
+    assert handoff.state is State.OVER
+    assert kind in wire.failures
+    assert word in handoff.reason
+    assert str(ADDRESS) in handoff.reason
+
+
+def test_pages_that_cannot_be_read(wire: Wire) -> None:
+    wire.refusal = "blocks of 16 and of 32 tokens"
+    assert wire.producer is not None
+    for _ in range(2):
+        handoff = wire.open(wire.producer.offer())
+        wire.run()
+        wire.pass_time(ASK_SECONDS)
+        wire.run()
+        assert handoff.state is State.OVER
+        assert wire.refusal in handoff.reason
+        assert freed(wire) == [handoff.ticket.lease]
+
+
+def test_a_producer_whose_ranks_are_not_there_yet(wire: Wire) -> None:
+    wire.producer = Producer(wire)
+    wire.producer.server._memory.clear()
+    handoff = wire.open(wire.producer.offer())
+    wire.run()
+    assert handoff.state is State.OVER
+    assert set(wire.failures) == {"remote_not_ready"}
+
+
+def test_memory_that_has_moved_is_asked_for_again(wire: Wire) -> None:
+    granted(wire)
+    assert wire.producer is not None
+    wire.producer.server.remember(memory(base=1 << 24))
+    handoff = wire.open(wire.producer.offer())
+    wire.to_producer()
+    wire.to_client()
+    assert handoff.state is State.ASKING
+    assert [type(decode_ask(data)) for data in wire.asks] == [Hello]
+    wire.run()
+    assert handoff.state is State.GRANTED
+    assert handoff.granted is not None
+    assert handoff.granted.memory.ranks == (memory(base=1 << 24),)
+
+
+def test_memory_that_nobody_tells_of_ends_the_grant(wire: Wire) -> None:
+    assert wire.producer is not None
+    handoff = wire.open(wire.producer.offer())
+    wire.asks = [data for data in wire.asks if isinstance(decode_ask(data), Take)]
+    wire.run()
+    assert handoff.state is State.ASKING
+    wire.pass_time(ASK_SECONDS)
+    wire.run()
+    assert handoff.state is State.OVER
+    assert freed(wire) == [handoff.ticket.lease]
+
+
+def test_a_grant_of_another_length_is_not_taken(wire: Wire) -> None:
+    assert wire.producer is not None
+    ticket = msgspec.structs.replace(wire.producer.offer(), tokens=99)
+    handoff = wire.open(ticket)
+    wire.run()
+    assert handoff.state is State.OVER
+    assert freed(wire) == [ticket.lease]
+
+
+def test_too_many_questions_are_not_answered(wire: Wire) -> None:
+    assert wire.producer is not None
+    ask = encode(Hello(1, wire.producer.engine, IDENTITY))
+    answers = [wire.producer.server.answer(b"x", ask) for _ in range(int(serving.BURST) + 10)]
+    assert answers.count(None) == 10
+    assert wire.producer.server.decoded == serving.BURST
+    assert wire.producer.server.answer(b"y", ask) is not None
+    wire.now += 1.0
+    assert wire.producer.server.answer(b"x", ask) is not None
+
+
+def test_who_is_not_wanted_is_hung_up_on(wire: Wire) -> None:
+    handoff = granted(wire)
+    wire.client.release(handoff)
+    wire.run()
+    wire.pass_time(IDLE_SECONDS + 1)
+    assert wire.closed == [ADDRESS]
+    assert len(wire.client) == 0
+    assert wire.client.gone == [handoff.ticket.engine]
+
+
+def test_after_a_stop_nothing_is_asked(wire: Wire) -> None:
+    assert wire.producer is not None
+    wire.client.stop("the caches were reset")
+    handoff = wire.open(wire.producer.offer())
+    assert handoff.state is State.OVER
+    assert "reset" in handoff.reason
+    assert wire.asks == []
+
+
+def test_another_version_is_said(wire: Wire) -> None:
+    assert wire.producer is not None
+    answer = wire.producer.server.answer(b"x", bytes((VERSION + 1,)) + b"whatever")
+    assert answer is not None
+    said = decode_answer(answer)
+    assert isinstance(said, Refused)
+    assert said.reason is Reason.VERSION
+    handoff = wire.open(wire.producer.offer())
+    wire.client.heard(ADDRESS, bytes((VERSION + 1,)) + b"whatever")
+    assert handoff.state is State.OVER
+    assert "version" in handoff.reason
+
+
+# -- whatever else may be said -----------------------------------------------------------
+
+_HOLDS = st.builds(Hold, st.integers(0, 3), st.sampled_from(["consumer.1", "x", ""]))
+_ENGINES = st.sampled_from(["11" * 16, "22" * 16, "zz"])
+_ASKS = st.one_of(
+    st.builds(Hello, st.integers(-1, 1 << 65), _ENGINES, st.just(IDENTITY)),
+    st.builds(Take, st.integers(0, 5), _ENGINES, st.just(IDENTITY), _HOLDS),
+    st.builds(Renew, st.integers(0, 5), _ENGINES, st.lists(_HOLDS).map(tuple)),
+    st.builds(Release, _ENGINES, st.lists(_HOLDS).map(tuple)),
+)
+
+
+def _encoded(message: object) -> bytes:
+    try:
+        return bytes((VERSION,)) + msgspec.msgpack.encode(message)
+    except OverflowError:
+        return bytes((VERSION,))
+
+
+_PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=20,
+)
+_DATA = st.one_of(st.binary(max_size=300), _ASKS.map(_encoded), _PLAIN.map(_encoded))
+
+
+@given(st.lists(_DATA, max_size=8))
+def test_a_producer_survives_whatever_is_said(said: list[bytes]) -> None:
+    wire = Wire()
+    assert wire.producer is not None
+    ticket = wire.producer.offer()
+    for data in said:
+        answer = wire.producer.server.answer(b"x", data)
+        if answer is not None:
+            decode_answer(answer)
+    wire.now += 2 * SECONDS + GRACE
+    assert wire.producer.server.take_freed() in ([], [ticket.lease])
+    assert len(wire.producer.leases) == 0
+
+
+_ANSWERS = st.one_of(
+    st.builds(Welcome, st.integers(0, 4), st.integers(0, 2), st.just((memory(),))),
+    st.builds(
+        Granted,
+        st.integers(0, 4),
+        st.floats(),
+        st.integers(0, 2),
+        st.sampled_from([100, 0, 7]),
+        st.just(OFFER.blocks),
+    ),
+    st.builds(Refused, st.integers(0, 4), st.sampled_from(Reason), st.text(max_size=20)),
+)
+
+
+@given(st.lists(_ANSWERS.map(_encoded) | _DATA, max_size=8))
+def test_a_consumer_survives_whatever_is_answered(answers: list[bytes]) -> None:
+    wire = Wire()
+    assert wire.producer is not None
+    handoff = wire.open(wire.producer.offer())
+    for data in answers:
+        wire.client.heard(ADDRESS, data)
+    if handoff.state is State.GRANTED:
+        assert handoff.granted is not None
+        assert handoff.granted.blocks == OFFER.blocks
+    for _ in range(3):
+        wire.asks.clear()
+        wire.pass_time(86400.0)
+    assert handoff.state is State.OVER
+
+
+@given(_DATA)
+def test_messages_are_read_or_refused(data: bytes) -> None:
+    for decode in (decode_ask, decode_answer):
+        try:
+            message = decode(data)
+        except MessageError:
+            continue
+        assert decode(encode(message)) == message
+
+
+def test_what_is_too_large_or_of_another_version_is_not_parsed() -> None:
+    with pytest.raises(MessageError, match="too large"):
+        decode_ask(bytes((VERSION,)) + b"\x00" * MAX_ASK_BYTES)
+    with pytest.raises(OtherVersion) as error:
+        decode_ask(b"\x07\xff\xff")
+    assert error.value.version == 7

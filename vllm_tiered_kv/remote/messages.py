@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines say to each other on the control channel.
+
+One byte of version, then MessagePack. A consumer asks, a producer answers; an answer bears its
+question's number. Everything is bounded: what is larger, or of another version, is not parsed.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from vllm_tiered_kv.remote.ticket import Count, Incarnation
+from vllm_tiered_kv.remote.transport import Endpoint
+from vllm_tiered_kv.worker.remote.layout import RankLayout
+
+VERSION = 1
+MAX_ASK_BYTES = 1 << 16
+MAX_ANSWER_BYTES = 1 << 24
+MAX_RANKS = 64
+MAX_GROUPS = 16
+MAX_BLOCKS = 1 << 20
+"""Of one hand-over in one KV cache group."""
+MAX_HOLDS = 256
+"""Leases in one message."""
+
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+Holder = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
+Block = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+_Sentence = Annotated[str, msgspec.Meta(max_length=1000)]
+
+
+class MessageError(ValueError):
+    """Not a message of this protocol."""
+
+
+class OtherVersion(MessageError):
+    """A message of another version of it."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"the peer speaks version {version} of the protocol, and we {VERSION}")
+        self.version = version
+
+
+class RankMemory(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer must know to read the KV pages of one rank."""
+
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+    endpoint: Endpoint
+    layout: RankLayout
+
+
+class Identity(msgspec.Struct, frozen=True, array_like=True):
+    """What must be equal in both engines."""
+
+    semantic: Digest
+    """Of what the numbers mean."""
+    pages: Digest
+    """Of how they lie in a page."""
+
+
+class Hold(msgspec.Struct, frozen=True, array_like=True):
+    """One holder of one lease."""
+
+    lease: Count
+    holder: Holder
+
+
+Holds = Annotated[tuple[Hold, ...], msgspec.Meta(min_length=1, max_length=MAX_HOLDS)]
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """Where is your memory?"""
+
+    number: Count
+    engine: Incarnation
+    """Who is meant."""
+    identity: Identity
+
+
+class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
+    """I want to read what was handed over."""
+
+    number: Count
+    engine: Incarnation
+    identity: Identity
+    hold: Hold
+
+
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+    """I still want to read these."""
+
+    number: Count
+    engine: Incarnation
+    holds: Holds
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
+    """I read these no more, nor does any read of mine go on. Not answered."""
+
+    engine: Incarnation
+    holds: Holds
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """Our memory."""
+
+    number: Count
+    generation: Count
+    """Another one whenever it has changed."""
+    ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
+    """Read, for so many seconds from when you asked."""
+
+    number: Count
+    seconds: Seconds
+    generation: Count
+    """Of the memory that the blocks are in."""
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+    blocks: Annotated[
+        tuple[Annotated[tuple[Block, ...], msgspec.Meta(max_length=MAX_BLOCKS)], ...],
+        msgspec.Meta(min_length=1, max_length=MAX_GROUPS),
+    ]
+    """By KV cache group, from the prompt's first token on."""
+
+
+class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
+    """These are good for so many seconds from when you asked; those not named are over."""
+
+    number: Count
+    seconds: Seconds
+    holds: Annotated[tuple[Hold, ...], msgspec.Meta(max_length=MAX_HOLDS)]
+
+
+class Reason(enum.Enum):
+    """Why something is refused."""
+
+    VERSION = "version"
+    SEMANTIC = "semantic"  # the models differ
+    PAGES = "pages"  # the memory layouts differ
+    ENGINE = "engine"  # another life of the engine is meant
+    NOT_READY = "not ready"
+    LEASE = "lease"  # over, or never there
+    LIMIT = "limit"
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """No."""
+
+    number: Count
+    reason: Reason
+    sentence: _Sentence
+    """For a log."""
+
+
+Ask = Hello | Take | Renew | Release
+Answer = Welcome | Granted | Renewed | Refused
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+_asks: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Ask)
+_answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Ask | Answer) -> bytes:
+    return bytes((VERSION,)) + _encoder.encode(message)
+
+
+def decode_ask(data: bytes) -> Ask:
+    """Read a question.
+
+    Raises:
+        OtherVersion: it is of another version.
+        MessageError: it is none.
+    """
+    ask: Ask = _decode(data, _asks, MAX_ASK_BYTES)
+    return ask
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Read an answer.
+
+    Raises:
+        OtherVersion: it is of another version.
+        MessageError: it is none.
+    """
+    answer: Answer = _decode(data, _answers, MAX_ANSWER_BYTES)
+    return answer
+
+
+def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Any], limit: int) -> Any:
+    if not data or len(data) > limit:
+        raise MessageError("empty or too large")
+    if data[0] != VERSION:
+        raise OtherVersion(data[0])
+    try:
+        return decoder.decode(memoryview(data)[1:])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise MessageError(str(error)) from None
