@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the control channel beside the scheduler's thread, whether the engine steps or not.
+
+The scheduler half says what it wants and takes what came of it; both cost it a queue's append. No
+lock is shared between the two, so nobody waits for a socket.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from vllm_tiered_kv.log import OncePerKind, get_logger
+from vllm_tiered_kv.remote.asking import Client
+from vllm_tiered_kv.remote.channel import ControlSockets
+from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory
+from vllm_tiered_kv.remote.leases import LeaseTable
+from vllm_tiered_kv.remote.messages import Identity, RankMemory
+from vllm_tiered_kv.remote.options import Address
+from vllm_tiered_kv.remote.serving import Offer, Server
+from vllm_tiered_kv.remote.ticket import VERSION, Ticket, seal, unseal
+from vllm_tiered_kv.remote.transport import Endpoint
+from vllm_tiered_kv.worker.remote.layout import RankLayout
+from vllm_tiered_kv.worker.remote.plan import Refusal, plan_routes
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+GRACE = 5.0
+"""Seconds by which a producer's memory outlives the time of a holder that says nothing."""
+MAX_INBOX = 1 << 16
+"""Things said to the agent that it has not come to."""
+MAX_FAILURES = 4096
+"""Failures not yet taken; older ones are not counted."""
+TICK = 0.2
+"""Seconds between two looks at deadlines."""
+CLOSE_TIMEOUT = 5.0
+
+
+class RemoteSettings(msgspec.Struct, frozen=True):
+    """What the agent is built from."""
+
+    ranks: int
+    lease: float
+    """Seconds."""
+    max_leases: int
+    sealing: bytes
+    """The key that tickets are sealed with."""
+    sends: bool
+    """This engine hands KV over."""
+    receives: bool
+    """This engine goes on from KV that was handed over."""
+
+
+class RemoteAgent:
+    """The scheduler half's side of hand-overs.
+
+    But for the constructor, :meth:`identify` and :meth:`shutdown`, every method is for the
+    scheduler's thread: none waits, none raises but where said.
+
+    Args:
+        settings: what the agent is built from.
+        sockets: the control channel; the agent's from now on.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        settings: RemoteSettings,
+        sockets: ControlSockets,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.engine = secrets.token_hex(16)
+        """This engine's incarnation."""
+        self.clock = clock
+        self._sockets = sockets
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._freed: deque[int] = deque()
+        self._gone: deque[str] = deque()
+        self._failures: deque[str] = deque(maxlen=MAX_FAILURES)
+        self._trouble_log = OncePerKind(logger)
+        self._numbers = itertools.count(1)
+        self._outstanding = 0
+        """Leases that have not been given back; the scheduler's count."""
+        self._ready = False
+        self._closed = False
+        self._stopping = False
+        self._asleep = False
+        self._malformed = self._turned_away = 0
+        self._leases = LeaseTable(settings.lease, GRACE, settings.max_leases)
+        self._server = Server(self.engine, settings.ranks, self._leases, clock, self._trouble)
+        self._client = Client(sockets.ask, sockets.hang_up, self._refusal, clock, self._trouble)
+        self._layouts: dict[int, RankLayout] = {}
+        self._thread = threading.Thread(target=self._run, name="tiered-kv-remote", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> Address | None:
+        """Where consumers reach this engine; None where it serves nobody."""
+        return self._sockets.address
+
+    # -- what there is -----------------------------------------------------------------
+
+    @property
+    def sends(self) -> bool:
+        """Whether something may be handed over now."""
+        return self._ready and not self._closed and self.settings.sends
+
+    @property
+    def receives(self) -> bool:
+        """Whether hand-overs may be accepted now."""
+        return not self._closed and self.settings.receives
+
+    @property
+    def leases(self) -> int:
+        """Hand-overs whose memory is not free yet."""
+        return self._outstanding
+
+    def take_freed(self) -> list[int]:
+        """Leases whose memory is free since the last call; each once."""
+        freed = _drain(self._freed)
+        self._outstanding -= len(freed)
+        return freed
+
+    def take_gone(self) -> list[str]:
+        """Engines that are not read from any more."""
+        return _drain(self._gone)
+
+    def take_failures(self) -> list[str]:
+        """Kinds of failures since the last call, one entry each."""
+        return _drain(self._failures)
+
+    # -- what is wanted: a producer ----------------------------------------------------
+
+    def identify(self, identity: Identity) -> None:
+        """What this engine's KV means is known; any thread."""
+        self._insist(self._server.identify, identity)
+        self._insist(self._client.identify, identity)
+
+    def remember(self, layout: RankLayout, endpoint: Endpoint | None) -> None:
+        """How a rank's pages lie, and how peers can read them."""
+        self._insist(self._learn, layout, endpoint)
+
+    def offer(self, offer: Offer, proof: bytes) -> tuple[Ticket, str] | None:
+        """Hand KV over to who comes with the ticket.
+
+        Returns:
+            The ticket, and the same sealed; None if nothing can be handed over now. Else the memory
+            is the lease's until :meth:`take_freed` names it.
+        """
+        address = self._sockets.address
+        if address is None or not self.sends or self._outstanding >= self.settings.max_leases:
+            return None
+        ticket = Ticket(
+            VERSION,
+            self.engine,
+            address.host,
+            address.port,
+            next(self._numbers),
+            offer.tokens,
+            proof,
+        )
+        if not self._say(self._server.offer, ticket.lease, offer):
+            return None
+        self._outstanding += 1
+        return ticket, seal(ticket, self.settings.sealing)
+
+    # -- what is wanted: a consumer ----------------------------------------------------
+
+    def open(self, sealed: str) -> Handoff:
+        """Ask for what was handed over; its state tells what comes of it.
+
+        Raises:
+            TicketError: it is not this fleet's.
+        """
+        ticket = unseal(sealed, self.settings.sealing)
+        handoff = Handoff(ticket, f"{self.engine}.{next(self._numbers)}")
+        if not self._say(self._client.open, handoff):
+            handoff.end("the agent is busy")
+        return handoff
+
+    def release(self, handoff: Handoff) -> None:
+        """It is not wanted any more, and no read of it goes on."""
+        self._insist(self._client.release, handoff)
+
+    # -- the end -----------------------------------------------------------------------
+
+    def close(self, why: str) -> None:
+        """Neither offer nor accept anything from now on: KV here may not be what it was."""
+        if self._closed:
+            return
+        self._closed = True
+        self._insist(self._server.close, why)
+        self._insist(self._client.stop, why)
+
+    def revoke(self) -> None:
+        """Grant nobody what is offered now: it may be wrong."""
+        self._insist(self._server.revoke)
+
+    def shutdown(self) -> None:
+        """End the thread and close the sockets."""
+        self._closed = self._stopping = True
+        self._sockets.wake()
+        self._thread.join(CLOSE_TIMEOUT)
+
+    # -- the agent's thread ------------------------------------------------------------
+
+    def _say(self, call: Callable[..., None], *args: object) -> bool:
+        if self._stopping or len(self._inbox) >= MAX_INBOX:
+            return False
+        self._insist(call, *args)
+        return True
+
+    def _insist(self, call: Callable[..., None], *args: object) -> None:
+        """Say what must not be lost."""
+        self._inbox.append(lambda: call(*args))
+        if self._asleep:
+            self._sockets.wake()
+
+    def _run(self) -> None:
+        next_tick = self.clock() + TICK
+        while not self._stopping:
+            try:
+                self._turn(next_tick)
+                if self.clock() >= next_tick:
+                    next_tick = self.clock() + TICK
+                    self._client.tick()
+                    self._look_at_sockets()
+            except Exception:  # noqa: BLE001 - see _do
+                self._note_bug()
+                time.sleep(TICK)  # should it happen again and again
+        self._do(self._sockets.close)
+
+    def _turn(self, until: float) -> None:
+        """Sleep until something happens, and see to it."""
+        self._asleep = True  # before the look at the inbox: who comes later wakes us
+        wait = 0.0 if self._inbox else max(0.0, until - self.clock())
+        try:
+            heard = self._sockets.wait(wait, self._obey)
+        finally:
+            self._asleep = False
+        for peer, data in heard.asks:
+            self._do(self._serve, peer, data)
+        for address, data in heard.answers:
+            self._do(self._client.heard, address, data)
+        self._freed.extend(self._server.take_freed())
+        gone, self._client.gone = self._client.gone, []
+        self._gone.extend(gone)
+        self._ready = self._server.is_ready
+
+    def _obey(self) -> None:
+        for _ in range(len(self._inbox)):
+            self._do(self._inbox.popleft())
+
+    def _learn(self, layout: RankLayout, endpoint: Endpoint | None) -> None:
+        self._layouts[layout.rank] = layout
+        if endpoint is not None:
+            self._server.remember(RankMemory(layout.rank, endpoint, layout))
+
+    def _refusal(self, memory: PeerMemory) -> str | None:
+        """Why a producer's pages cannot be read into ours; None if they can, as far as is known."""
+        layouts = [rank.layout for rank in memory.ranks]
+        try:
+            for layout in self._layouts.values():
+                plan_routes(layout, layouts)
+        except Refusal as error:
+            return str(error)
+        return None
+
+    def _serve(self, peer: bytes, data: bytes) -> None:
+        answer = self._server.answer(peer, data)
+        if answer is not None:
+            self._sockets.reply(peer, answer)
+
+    def _do(self, call: Callable[..., None], *args: object) -> None:
+        try:
+            call(*args)
+        except Exception:  # noqa: BLE001 - the channel must not end, or lose what comes next
+            self._note_bug()
+
+    def _look_at_sockets(self) -> None:
+        sockets = self._sockets
+        if sockets.turned_away != self._turned_away:
+            self._turned_away = sockets.turned_away
+            self._trouble("remote_key", "somebody tried to connect with another key")
+        if sockets.malformed != self._malformed:
+            self._malformed = sockets.malformed
+            self._trouble("remote_message", "a peer's message has not one part")
+
+    def _note_bug(self) -> None:
+        self._failures.append("internal")
+        self._trouble_log.error("internal", "unexpected error in the agent of hand-overs")
+
+    def _trouble(self, kind: str, message: str) -> None:
+        self._failures.append(kind)
+        self._trouble_log.warn(kind, message)
+
+
+def _drain(queue: deque[T]) -> list[T]:
+    return [queue.popleft() for _ in range(len(queue))]
