@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,13 @@ from vllm_tiered_kv.config import (
 from vllm_tiered_kv.contract import check
 from vllm_tiered_kv.geometry import Geometry, GroupGeometry, plan_geometry
 from vllm_tiered_kv.policies import Eviction
+from vllm_tiered_kv.remote.agent import RemoteAgent
+from vllm_tiered_kv.remote.assembly import heads_by_group, introduce, open_agent
+from vllm_tiered_kv.remote.options import RemoteOptions, parse_address
+from vllm_tiered_kv.remote.pages import contents_of
 from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
+from vllm_tiered_kv.scheduler.remote import RemoteParts
 from vllm_tiered_kv.startup import NamespaceTask, announce, warn_about_memory, warn_about_policy
 from vllm_tiered_kv.tiers.disk.entries import MAX_GROUPS, MAX_RANKS
 from vllm_tiered_kv.tiers.disk.open import admission_of, open_disk
@@ -77,11 +83,21 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         _check_disk(vllm_config, geometry, ranks)
         share = compat.largest_layer_share(vllm_config)
         agent = open_disk(options.disk, geometry, num_slots, ranks, share)
+    remote = None
+    if options.remote is not None:
+        remote = open_agent(vllm_config, options.remote, geometry, ranks)
     task = NamespaceTask(
-        vllm_config, kv_cache_config, geometry.chunk_tokens, agent.open if agent else None
+        vllm_config,
+        kv_cache_config,
+        geometry.chunk_tokens,
+        agent.open if agent else None,
+        functools.partial(introduce, remote) if remote is not None else None,
     )
     announce(options, geometry, num_slots, ranks, task.first_words())
-    return SchedulerHalf(settings, _endpoint(), on_shutdown=task.close, agent=agent)
+    parts = None
+    if remote is not None and options.remote is not None:
+        parts = _remote_parts(vllm_config, options.remote, remote, task)
+    return SchedulerHalf(settings, _endpoint(), on_shutdown=task.close, agent=agent, remote=parts)
 
 
 def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerHalf:
@@ -103,6 +119,23 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         report_blocks=len(groups) == 1 and geometry.keeps_all,
         memory=_memory(vllm_config, options, geometry) // compat.world_size(vllm_config),
         find_adapters=compat.find_adapters(vllm_config),
+        heads=None if options.remote is None else heads_by_group(vllm_config, kv_cache_config),
+    )
+
+
+def _remote_parts(
+    vllm_config: VllmConfig, options: RemoteOptions, agent: RemoteAgent, task: NamespaceTask
+) -> RemoteParts:
+    layout = task.layout
+    if layout is None:
+        agent.close("how its pages lie cannot be told")
+    return RemoteParts(
+        agent,
+        parse_address(options.listen).host,
+        compat.engine_id(vllm_config),
+        compat.tensor_parallel_size(vllm_config),
+        options.deadline,
+        contents_of(layout) if layout is not None else "",
     )
 
 
@@ -126,12 +159,7 @@ def _check_disk(vllm_config: VllmConfig, geometry: Geometry, ranks: int) -> None
 
 
 def _options(vllm_config: VllmConfig) -> Options:
-    options = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    if options.remote is not None:
-        raise ConfigError(
-            "remote: this version cannot hand KV over to other engines yet; leave out remote"
-        )
-    return options
+    return parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
 
 def _geometry(
@@ -167,9 +195,11 @@ def _memory(vllm_config: VllmConfig, options: Options, geometry: Geometry) -> in
     """Bytes of host memory for slots, all ranks together."""
     if options.cpu is not None:
         return int(options.cpu.capacity)
-    # All that comes from disk and goes there passes through slots.
+    # All that comes from disk and goes there passes through slots; what is handed over does not.
     chunk = _slot_bytes(vllm_config, geometry) * len(geometry.groups)
     least = MIN_STAGED_CHUNKS * chunk * compat.world_size(vllm_config)
+    if options.disk is None:
+        return least
     return max(least, min(STAGING_BYTES, int(STAGING_SHARE * memory_limit())))
 
 

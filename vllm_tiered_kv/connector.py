@@ -76,6 +76,7 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._bad_blocks: set[int] = set()
+        self._delivers = False
         with _refusals_said():
             self._build(vllm_config, role, kv_cache_config)
 
@@ -85,13 +86,16 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
         if role is compat.KVConnectorRole.SCHEDULER:
             half = assemble.build_scheduler(vllm_config, kv_cache_config)
             self._scheduler: SchedulerHalf = timed(half, "scheduler", half.core.tally.add)
+            self._delivers = half.delivers
         else:
             worker = assemble.build_worker(vllm_config, kv_cache_config)
             self._worker: WorkerHalf = timed(worker, "worker", worker.count)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a cache: a lost store is a later miss
+        """A cache does not: a lost store is a later miss. Who hands KV over does: vLLM must not end
+        a request whose blocks it has taken away."""
+        return self._delivers
 
     # -- scheduler half ----------------------------------------------------------
 
@@ -117,10 +121,11 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
     ) -> dict[CacheHitSource, int]:
         if num_external_tokens <= 0:
             return {}
-        disk = self._scheduler.from_disk(request, num_external_tokens)
+        disk, peers = self._scheduler.sources(request, num_external_tokens)
         sources = {
-            compat.CacheHitSource.HOST: num_external_tokens - disk,
+            compat.CacheHitSource.HOST: num_external_tokens - disk - peers,
             compat.CacheHitSource.DISK: disk,
+            compat.CacheHitSource.P2P: peers,
         }
         return {source: tokens for source, tokens in sources.items() if tokens}
 
@@ -140,8 +145,8 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler.finished(request, block_ids)
-        return False, None
+        # What is handed over is held by references of our own: the request itself is over.
+        return False, self._scheduler.finished(request, block_ids)
 
     def take_events(self) -> Iterable[Any]:
         return self._scheduler.take_events()
@@ -210,9 +215,11 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
     @classmethod
     def supports_sleep_mode(
         cls,
-        kv_transfer_config: KVTransferConfig,  # noqa: ARG003 - no option of ours stands against it
+        kv_transfer_config: KVTransferConfig | None,
     ) -> bool:
-        return True
+        # Peers may be reading pages that sleep would take away.
+        extra = kv_transfer_config and kv_transfer_config.kv_connector_extra_config
+        return not (extra and extra.get("remote"))
 
     # -- both --------------------------------------------------------------------------
 

@@ -36,6 +36,8 @@ class Metric(msgspec.Struct, frozen=True):
 
 
 TIERS = ("cpu", "disk")
+PEER = "peer"
+"""Not among the tiers that every engine has: it counts only where hand-overs are configured."""
 DIRECTIONS = ("store", "load")
 EVENTS = ("stored", "loaded", "evicted", "dropped", "failed")
 RESULTS = ("hit", "miss", "wait", "skipped", "refused")
@@ -103,6 +105,11 @@ CHUNKS = Metric(
 FAILURES = Metric(
     "failures", ("kind",), "What went wrong, by kind.", tuple((kind,) for kind in KINDS)
 )
+HANDOFFS = Metric(
+    "handoffs",
+    ("event",),
+    "Prompts handed over: offered (by this engine), pulled (by this engine), failed (pulls).",
+)
 HOOK_SECONDS = Metric(
     "hook_seconds",
     ("half", "hook", "clock"),
@@ -155,8 +162,8 @@ FIRST_TOKEN = Metric(
     ("source",),
     "Seconds from a request's arrival at the scheduler to its first token, without the front end's "
     "share, by the furthest place that a part of its prompt came from when it began to run: none "
-    "(all of it computed), device (a prefix cache that is not ours), cpu, disk; failed: a load did "
-    "not arrive.",
+    "(all of it computed), device (a prefix cache that is not ours), cpu, disk, peer (another engine's "
+    "memory); failed: a load did not arrive.",
     tuple((source,) for source in SOURCES),
     (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0),
 )
@@ -174,6 +181,7 @@ COUNTERS = (
     SECONDS,
     CHUNKS,
     FAILURES,
+    HANDOFFS,
     HOOK_SECONDS,
     PROMPT_TOKENS,
     *GATE,

@@ -12,6 +12,10 @@ import enum
 
 import msgspec
 
+from vllm_tiered_kv.remote.handoff import PeerMemory
+from vllm_tiered_kv.remote.transport import Endpoint
+from vllm_tiered_kv.worker.remote.layout import RankLayout
+
 MAX_RESULTS = 4096
 """Results in one report; the rest follows in the next."""
 
@@ -75,6 +79,19 @@ class StoreJob(msgspec.Struct, frozen=True, array_like=True):
     """Without these weights the chunk is not what its key says."""
 
 
+class PullJob(msgspec.Struct, frozen=True, array_like=True):
+    """Read a peer's pages into a waiting request's device blocks."""
+
+    engine: str
+    """The peer's incarnation; a plan has said where its memory is."""
+    local: tuple[tuple[int, ...], ...]
+    """Device blocks that are written, by KV cache group."""
+    remote: tuple[tuple[int, ...], ...]
+    """The peer's blocks they are read from, as many in each group."""
+    deadline: float
+    """Seconds this may take."""
+
+
 class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     """Copy chunks into a waiting request's device blocks."""
 
@@ -85,6 +102,19 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     """Seconds this may wait before its first copy."""
     adapter: AdapterUse | None = None
     """The weights the request will be computed with."""
+    pull: PullJob | None = None
+    """What comes from another engine at the same time."""
+
+
+class RemoteSetup(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank must know to read other engines' memory, and to let them read its own."""
+
+    host: str
+    """The address that peers reach this engine at."""
+    sends: bool
+    receives: bool
+    contents: str
+    """A digest of what the bytes in a page mean, KV heads apart."""
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True):
@@ -102,6 +132,8 @@ class Setup(msgspec.Struct, frozen=True, array_like=True):
     """Where the agent's orders come from."""
     disk_secret: bytes = b""
     """What messages from and to the agent begin with."""
+    remote: RemoteSetup | None = None
+    """None: nothing is handed over."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -122,6 +154,21 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """LoRA adapters, by number, whose content is of interest from now on."""
     unwatch: tuple[int, ...] = ()
     """LoRA adapters whose content is of no interest any more."""
+    peers: tuple[PeerMemory, ...] = ()
+    """Other engines' memory, before the first pull from it."""
+    gone: tuple[str, ...] = ()
+    """Engines that are not read from any more."""
+
+
+class PullResult(msgspec.Struct, frozen=True, array_like=True):
+    """What was read from a peer on one rank."""
+
+    nbytes: int
+    seconds: float
+    ended: float
+    """When; by the monotonic clock of the host."""
+    may_write: bool
+    """It was given up, and its device blocks may still be written."""
 
 
 class JobResult(msgspec.Struct, frozen=True, array_like=True):
@@ -134,6 +181,7 @@ class JobResult(msgspec.Struct, frozen=True, array_like=True):
     """For a failed load: indices into ``LoadJob.copies`` that did not arrive."""
     nbytes: int = 0
     seconds: float = 0.0
+    pulled: PullResult | None = None
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
@@ -147,6 +195,12 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     """Of adapters that were asked for, in the order it happened."""
     slots: int | None = None
     """Slots there are, said once by a rank that has room for fewer than it was to have."""
+    layout: RankLayout | None = None
+    """How pages lie on this rank; said once where KV is handed over."""
+    endpoint: Endpoint | None = None
+    """How peers can read them; said with the layout, where they may."""
+    settled: tuple[int, ...] = ()
+    """Load jobs that were given up and can write no more."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -33,10 +33,12 @@ class NamespaceTask:
         kv_cache_config: KVCacheConfig,
         chunk_tokens: int,
         on_known: Callable[[str, Mapping[str, object]], None] | None = None,
+        on_namespace: Callable[[identity.Namespace], None] | None = None,
     ) -> None:
-        """``on_known`` is given the namespace's name and, in plain words, what it stands for; on
-        another thread."""
+        """``on_known`` is given the namespace's name and, in plain words, what it stands for,
+        ``on_namespace`` the namespace itself; both on another thread."""
         self._on_known = on_known
+        self._on_namespace = on_namespace
         self._lock = threading.Lock()
         self._announced = False
         self.namespace: identity.Namespace | None = None
@@ -48,6 +50,11 @@ class NamespaceTask:
             self._digester = identity.start_weights(vllm_config, self._done)
         except Exception:
             logger.exception("tiered-kv: the namespace cannot be established")
+
+    @property
+    def layout(self) -> identity.LayoutIdentity | None:
+        """How the bytes lie; known at once, or never."""
+        return self._identity.layout if self._identity is not None else None
 
     def first_words(self) -> str:
         """The namespace for the start-up line, or what is still missing of it."""
@@ -74,6 +81,8 @@ class NamespaceTask:
             late = self._announced
         if late:
             logger.info("tiered-kv: namespace: %s", _words(namespace))
+        if self._on_namespace is not None:
+            self._on_namespace(namespace)
         if self._on_known is None:
             return
         if not namespace.persistent:

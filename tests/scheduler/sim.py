@@ -232,6 +232,8 @@ class Sim:
         self.outputs: dict[str, list[int]] = {}
         """What clients have been sent."""
         self.reasons: dict[str, Any] = {}
+        self.handed: dict[str, dict[str, Any]] = {}
+        """What another engine can go on from, as a client is told."""
         self._expected: dict[str, list[int]] = {}
         self.finished: set[str] = set()
         """Aborted requests."""
@@ -353,6 +355,8 @@ class Sim:
                 self.outputs[said.request_id].extend(said.new_token_ids)
                 if said.finish_reason is not None:
                     self.reasons[said.request_id] = said.finish_reason
+                if said.kv_transfer_params is not None:
+                    self.handed[said.request_id] = said.kv_transfer_params
             stats = result.scheduler_stats
             if stats is None:
                 continue

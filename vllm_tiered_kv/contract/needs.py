@@ -105,7 +105,7 @@ _CONNECTOR = [
     *_read(CONNECTOR, "requires_kv_delivery role _connector_metadata"),
     *_read(f"{_V1}.base:KVConnectorRole", "SCHEDULER WORKER"),
     _call(f"{_V1}.base:KVConnectorTransferResults", "finished_recving= failed_recving="),
-    *_read("vllm.v1.metrics.cache_hit_source:CacheHitSource", "HOST"),
+    *_read("vllm.v1.metrics.cache_hit_source:CacheHitSource", "HOST DISK P2P"),
     *_read(STATS, "data"),
     _call(f"{PROM_METRICS}.__init__", "vllm_config metric_types labelnames per_engine_labelvalues"),
     *_read(PROM_METRICS, "_counter_cls _gauge_cls per_engine_labelvalues"),
@@ -136,6 +136,7 @@ _SCHEDULING = [
     _call("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids", use=Use.SCHEDULER),
     _call(f"{_POOL}.touch", "blocks", Use.SCHEDULER),
     _call(f"{_POOL}.unpin_blocks", "blocks on_reuse", Use.SCHEDULER),
+    _call(f"{_POOL}.free_blocks", "ordered_blocks", Use.SCHEDULER),
     _call(f"{_POOL}.get_num_free_blocks", use=Use.SCHEDULER),
     _call(f"{_POOL}.get_cached_block", "block_hash kv_cache_group_ids", Use.SCHEDULER),
     _call(f"{_POOL}.evict_blocks", "block_ids", Use.SCHEDULER),
@@ -262,6 +263,15 @@ _NAMESPACE = [
     *_read(_CACHE, "MLAAttentionSpec SlidingWindowMLASpec", Use.NAMESPACE),
 ]
 
+_HANDOVER = [
+    *_read(_REQUEST, "status"),
+    *_read("vllm.v1.request:RequestStatus", "FINISHED_STOPPED FINISHED_LENGTH_CAPPED"),
+    *_read("vllm.config:KVTransferConfig", "engine_id is_kv_producer is_kv_consumer"),
+    *_read("vllm.config:ParallelConfig", "tensor_parallel_size data_parallel_index"),
+    _call("vllm.config:ModelConfig.get_total_num_kv_heads"),
+    *_read(f"{_CACHE}:AttentionSpec", "num_kv_heads"),
+]
+
 NEEDS: tuple[Need, ...] = (
     *_BASES,
     *_HOOKS,
@@ -272,6 +282,7 @@ NEEDS: tuple[Need, ...] = (
     *_KV_EVENTS,
     *_ADAPTERS,
     *_NAMESPACE,
+    *_HANDOVER,
 )
 
 

@@ -22,6 +22,7 @@ from vllm_tiered_kv.scheduler.disk import Since
 from vllm_tiered_kv.scheduler.first_tokens import FirstTokens
 from vllm_tiered_kv.scheduler.gating import RequestGate
 from vllm_tiered_kv.scheduler.loads import LoadPlanner
+from vllm_tiered_kv.scheduler.remote import RemoteParts, RemotePlanner
 from vllm_tiered_kv.scheduler.requests import NEVER, RequestState
 from vllm_tiered_kv.scheduler.states import NO_STATES, States, found_states, kept_states
 from vllm_tiered_kv.scheduler.stores import StorePlanner
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         Request,
         SchedulerOutput,
     )
+    from vllm_tiered_kv.remote.handoff import PeerMemory
     from vllm_tiered_kv.tiers.disk.agent import DiskAgent
 
 
@@ -46,6 +48,7 @@ class SchedulerHalf:
         clock: seconds, monotonic.
         on_shutdown: what else ends with this half.
         agent: runs the disk tier; None without one.
+        remote: what hands KV over to other engines and takes it; None without.
     """
 
     def __init__(
@@ -55,11 +58,15 @@ class SchedulerHalf:
         clock: Callable[[], float] = time.monotonic,
         on_shutdown: Callable[[], None] | None = None,
         agent: DiskAgent | None = None,
+        remote: RemoteParts | None = None,
     ) -> None:
         self._on_shutdown = on_shutdown
         self.core = Core(settings, clock, agent)
         self.gate = RequestGate(self.core)
-        self.loads = LoadPlanner(self.core, self.gate)
+        self.remote = RemotePlanner(self.core, remote) if remote is not None else None
+        """Hand-overs between engines; None without."""
+        pulls = self.remote.pulls if self.remote is not None else None
+        self.loads = LoadPlanner(self.core, self.gate, pulls)
         self.stores = StorePlanner(self.core, self._drain_once)
         self.first_tokens = FirstTokens(self.core)
         self._endpoint = endpoint
@@ -68,7 +75,8 @@ class SchedulerHalf:
             endpoint.secret if endpoint else b"",
             settings.num_slots,
             settings.geometry.chunk_tokens,
-            *(agent.addresses if agent is not None else ()),
+            *(agent.addresses if agent is not None else ("", "", b"")),
+            self.remote.setup if self.remote is not None else None,
         )
         self._requests: dict[str, RequestState] = {}
         self._parked: set[str] = set()
@@ -80,6 +88,11 @@ class SchedulerHalf:
         self._drained = False
         self._pool: BlockPool | None = None
         self._device_cache: object = None
+
+    @property
+    def delivers(self) -> bool:
+        """Whether this engine hands KV over to others."""
+        return self.remote is not None and self.remote.agent.settings.sends
 
     # -- start and end ----------------------------------------------------------
 
@@ -94,6 +107,8 @@ class SchedulerHalf:
         self.core.null_block = compat.null_block_id(pool)
         self.stores.bind(pool)
         self.loads.room.bind(compat.usable_blocks(pool))
+        if self.remote is not None:
+            self.remote.bind(pool)
         self._pool = pool
         self._device_cache = compat.device_cache(pool)
 
@@ -101,6 +116,8 @@ class SchedulerHalf:
         if self.core.disk is not None:
             self.core.disk.agent.shutdown()
             self.core.disk = None
+        if self.remote is not None:
+            self.remote.shutdown()
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
@@ -148,12 +165,14 @@ class SchedulerHalf:
         """vLLM admits the request and takes ``tokens`` of what was offered."""
         self.loads.allocated(self._state(request), blocks, tokens)
 
-    def from_disk(self, request: Request, tokens: int) -> int:
-        """How many of the tokens that were taken for a request come from disk."""
+    def sources(self, request: Request, tokens: int) -> tuple[int, int]:
+        """How many of the tokens that were taken for a request come from disk, and from peers."""
         state = self._requests.get(request.request_id)
         if state is None or state.load is None:
-            return 0
-        return min(tokens, state.load.from_disk)
+            return 0, 0
+        load = state.load
+        pulled = min(tokens, load.pull.tokens if load.pull is not None else 0)
+        return min(tokens - pulled, load.from_disk), pulled
 
     # -- every step -----------------------------------------------------------------
 
@@ -197,12 +216,23 @@ class SchedulerHalf:
             not output.num_scheduled_tokens,
             tuple(self.core.adapters.watch),
             tuple(self.core.adapters.unwatch),
+            *self._peers(),
         )
         for sent in (loads.jobs, stores.jobs, stores.fences, loads.cancels, loads.refail):
             sent.clear()
         self.core.adapters.watch.clear()
         self.core.adapters.unwatch.clear()
         return plan
+
+    def _peers(self) -> tuple[tuple[PeerMemory, ...], tuple[str, ...]]:
+        """Other engines' memory that the ranks are told of with this step, and who is gone."""
+        if self.remote is None:
+            return (), ()
+        pulls = self.remote.pulls
+        said = tuple(pulls.peers), tuple(pulls.gone)
+        pulls.peers.clear()
+        pulls.gone.clear()
+        return said
 
     def step_ended(self) -> None:
         """vLLM has taken in the output of the oldest step that was planned."""
@@ -268,15 +298,22 @@ class SchedulerHalf:
             elif request_id in output.finished_recving:
                 self._parked.add(request_id)
 
-    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """The request ends; its blocks are freed when this returns."""
+    def finished(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
+        """The request ends; its blocks are freed when this returns.
+
+        Returns:
+            What another engine can go on from; None if nothing is handed over.
+        """
         state = self._requests.get(request.request_id)
         self.gate.gone(request.request_id)
         self.first_tokens.gone(request.request_id)
         if state is not None:
             self.loads.forget_fetch(state)
+            self.loads.forget_handoff(state)
         if state is None or state.load is not None:
-            return  # vLLM keeps the blocks of a load until the ranks have reported it
+            return None  # vLLM keeps the blocks of a load until the ranks have reported it
         del self._requests[request.request_id]
         self._parked.discard(request.request_id)
         self.loads.lost.discard(request.request_id)
@@ -285,6 +322,7 @@ class SchedulerHalf:
             self.stores.finished(state, block_ids)
         except Exception:  # noqa: BLE001
             self.core.bug("planning a last store")
+        return self.remote.finished(state, block_ids) if self.remote is not None else None
 
     def reset(self) -> None:
         """Forget everything stored; nothing from before is ever offered again.
@@ -300,6 +338,8 @@ class SchedulerHalf:
         self.core.index.clear()
         if self.core.disk is not None:
             self.core.disk.forget(since)
+        if self.remote is not None:
+            self.remote.forget(since)
         self._notice_device_reset()
         self.stores.reset()
         self.loads.reset()
@@ -320,6 +360,8 @@ class SchedulerHalf:
         if self.core.disk is not None:
             self.core.disk.take_in()
             self.gate.go_on()
+        if self.remote is not None:
+            self.remote.take_in()
         if self._endpoint is None or not self.core.ledger.stores:
             return
         for report in self._endpoint.drain():
@@ -343,6 +385,8 @@ class SchedulerHalf:
         }
         if core.disk is not None:
             gauges |= core.disk.gauges()
+        if self.remote is not None:
+            gauges |= self.remote.gauges()
         if gauges == self._gauges:
             gauges = {}
         else:
@@ -398,6 +442,8 @@ class SchedulerHalf:
                     self.stores.ended(result.job, store)
             elif (load := core.ledger.load_result(report.rank, result)) is not None:
                 self.loads.settled(load)
+        if self.remote is not None:  # after the results: what was given up may have ended since
+            self.remote.report(report)
 
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
@@ -412,6 +458,8 @@ class SchedulerHalf:
         name = LoraName(*lora) if lora is not None else None
         state = RequestState(request, params, name, self.core.clock())
         self._requests[request.request_id] = state
+        if self.remote is not None:
+            self.remote.arrived(state)
         return state
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from vllm_tiered_kv.protocol import BlockCopy, JobResult, JobStatus
 from vllm_tiered_kv.scheduler.index import Node
+from vllm_tiered_kv.scheduler.pulls import ActivePull
 
 _WORSE = {JobStatus.DONE: 0, JobStatus.DROPPED: 1, JobStatus.FAILED: 2}
 
@@ -53,7 +54,9 @@ class ActiveLoad(_Job):
         "copies",
         "failed",
         "from_disk",
+        "job",
         "nodes",
+        "pull",
         "request_id",
         "sources",
         "stale",
@@ -79,12 +82,18 @@ class ActiveLoad(_Job):
         """Those of ``tokens`` that were read from disk for this load."""
         self.failed: set[int] = set()
         self.stale = False
-        """Its bytes are from before a cache reset: it must end as failed."""
+        """Its bytes are from before a cache reset, or were read too late: it must end as failed."""
+        self.job = 0
+        """Its number, once it is in the ledger."""
+        self.pull: ActivePull | None = None
+        """What another engine hands over to it; not in :attr:`tokens`."""
 
     def _note(self, rank: int, result: JobResult) -> bool:
         fresh = super()._note(rank, result)
         if fresh:
             self.failed.update(i for i in result.failed if 0 <= i < len(self.copies))
+            if self.pull is not None and result.pulled is not None:
+                self.pull.note(rank, result.pulled)
         return fresh
 
 
@@ -110,7 +119,7 @@ class JobLedger:
         return job
 
     def add_load(self, load: ActiveLoad) -> int:
-        job = self.number()
+        job = load.job = self.number()
         self.loads[job] = load
         return job
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.gate import GateMode
-from vllm_tiered_kv.protocol import JobStatus, LoadJob
+from vllm_tiered_kv.protocol import JobStatus, LoadJob, PullJob
 from vllm_tiered_kv.scheduler.adapters import BASE_MODEL, MAX_ADAPTERS, Verdict
 from vllm_tiered_kv.scheduler.core import TIER, Core
 from vllm_tiered_kv.scheduler.disk import TIER as DISK
@@ -22,6 +22,7 @@ from vllm_tiered_kv.scheduler.room import Room
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import KVCacheBlocks, KVConnectorOutput
+    from vllm_tiered_kv.scheduler.pulls import Pulls
 
 MAX_LOADS = 64
 """Loads under way at once; each holds device blocks from its first byte to its last."""
@@ -34,6 +35,8 @@ ADAPTER_PATIENCE = 0.5
 """Seconds the first look-up with a LoRA adapter waits at most for the digest of its weights."""
 CONNECT_PATIENCE = 2.0
 """Seconds the first look-ups of an engine wait at most for its ranks; it takes milliseconds."""
+PULL_PATIENCE = 5.0
+"""Seconds a look-up waits at most for a lease; what grants it is given up earlier."""
 MAX_FAILED_LOADS = 1
 """A request whose loads failed so often is computed: it must come to an end."""
 
@@ -41,9 +44,10 @@ MAX_FAILED_LOADS = 1
 class LoadPlanner:
     """Look-ups and loads."""
 
-    def __init__(self, core: Core, gate: RequestGate) -> None:
+    def __init__(self, core: Core, gate: RequestGate, pulls: Pulls | None = None) -> None:
         self._core = core
         self._gate = gate
+        self._pulls = pulls
         self._loading: dict[bytes, str] = {}  # chunk key -> the request that loads it
         self._ranks_by: float | None = None
         """Until when look-ups wait for ranks that do not know of the disk tier yet."""
@@ -62,6 +66,46 @@ class LoadPlanner:
 
     def find(self, state: RequestState, computed: int) -> int | None:
         """Tokens that can be loaded beyond the first ``computed``; None: ask again later."""
+        # The last offer did not fit: what a lost load reserves may never be given back before this
+        # request is out of the way. It is computed, for which vLLM needs no more than free blocks.
+        offered = state.offer is not None or state.pull is not None
+        refused = offered and bool(self.lost)
+        tokens = self._find(state, computed, refused=refused)
+        if tokens is None or state.handoff is None or self._pulls is None:
+            return tokens
+        if refused or not self._may_load(state) or state.is_crowded:
+            self._pulls.drop(state)
+            return tokens
+        return self._with_pull(self._pulls, state, computed, tokens)
+
+    def _with_pull(
+        self, pulls: Pulls, state: RequestState, computed: int, tokens: int
+    ) -> int | None:
+        """Offer what another engine hands over beyond what the tiers have."""
+        found = pulls.beyond(state, computed, tokens)
+        if found is None or len(self._core.ledger.loads) >= MAX_LOADS:
+            if self._wait(state, PULL_PATIENCE):
+                return None
+            pulls.drop(state)
+            return tokens
+        start, end = found
+        if start >= end:
+            return tokens
+        if self._awaits_room(state):
+            return None
+        if state.is_crowded:
+            pulls.drop(state)
+            return tokens
+        state.ruling = None  # the gate is not asked about this
+        state.pull = found
+        return end - computed
+
+    def _may_load(self, state: RequestState) -> bool:
+        may = state.params.load and state.failed_loads < MAX_FAILED_LOADS
+        return may and not state.request.skip_reading_prefix_cache
+
+    def _find(self, state: RequestState, computed: int, *, refused: bool) -> int | None:
+        """What the tiers have."""
         core, request = self._core, state.request
         if state.load is not None:
             return 0
@@ -70,16 +114,12 @@ class LoadPlanner:
             return None
         if self._awaits_adapter(state, computed):
             return None
-        # The last offer did not fit: what a lost load reserves may never be given back before this
-        # request is out of the way. It is computed, for which vLLM needs no more than free blocks.
-        refused = state.offer is not None and bool(self.lost)
         state.restart(core.epoch, core.geometry.chunk_tokens)
         if state.fetch is None:
             state.ruling = None
         content = state.content
-        allowed = state.params.load and self._gate.mode(state) is not GateMode.NEVER
-        allowed = allowed and state.failed_loads < MAX_FAILED_LOADS and not refused
-        if content is None or not allowed or request.skip_reading_prefix_cache:
+        allowed = self._may_load(state) and self._gate.mode(state) is not GateMode.NEVER
+        if content is None or not allowed or refused:
             return self._answer(state, "skipped", 0)
         # A load may cover the whole prompt: vLLM then computes the last token again. The
         # window of that token begins one earlier than the blocks vLLM allocates for it, and
@@ -126,6 +166,7 @@ class LoadPlanner:
         """vLLM admits the request and takes ``tokens`` of what was offered."""
         self._gate.admitted(state, tokens)
         offer, state.offer = state.offer, None
+        pull, state.pull = state.pull, None
         state.counted = False
         state.waiting_since = None
         state.awaited = None
@@ -133,9 +174,15 @@ class LoadPlanner:
         state.is_crowded = False
         self.lost.discard(state.request.request_id)
         try:
-            self._begin(state, offer, blocks, tokens)
+            self._begin(state, offer, pull, blocks, tokens)
         finally:
             self.forget_fetch(state)
+            self.forget_handoff(state)
+
+    def forget_handoff(self, state: RequestState) -> None:
+        """What another engine hands over to a request is not wanted, or not any more."""
+        if self._pulls is not None:
+            self._pulls.drop(state)
 
     def forget_fetch(self, state: RequestState) -> None:
         """What was read from disk for a request is nobody's in particular any more."""
@@ -144,21 +191,32 @@ class LoadPlanner:
             self._core.disk.lookups.release(fetch)
 
     def _begin(
-        self, state: RequestState, offer: Offer | None, blocks: KVCacheBlocks, tokens: int
+        self,
+        state: RequestState,
+        offer: Offer | None,
+        pull: tuple[int, int] | None,
+        blocks: KVCacheBlocks,
+        tokens: int,
     ) -> None:
         core = self._core
         if tokens <= 0 or state.load is not None:
             return
         load = None
+        pulled = 0
+        tables = blocks.get_block_ids()
         try:
+            had = offer.tokens(core.geometry.chunk_tokens) if offer is not None else 0
+            pulled = max(0, tokens - had) if pull is not None else 0
             if offer is not None:
-                load = self._plan(state, offer, blocks.get_block_ids(), tokens)
+                load = self._plan(state, offer, tables, tokens - pulled)
+            elif pulled:
+                load = ActiveLoad(state.request.request_id, (), (), (), 0)
         except Exception:  # noqa: BLE001 - vLLM waits for this load now: it must end
             core.bug("planning a load")
         if load is None:
             # One without copies ends as failed, and the request is computed.
             core.fail("load_plan", "a promised prefix could not be planned; recomputing it")
-            load = ActiveLoad(state.request.request_id, (), (), (), 0)
+            load, pulled = ActiveLoad(state.request.request_id, (), (), (), 0), 0
         elif state.fetch is not None and offer is not None:
             size = core.geometry.chunk_tokens
             load.from_disk = offer.tokens_of(state.fetch.read, load.tokens, size)
@@ -167,15 +225,42 @@ class LoadPlanner:
             self._loading.setdefault(node.key, load.request_id)
         state.load = load
         tokens_in_all = state.request.num_tokens
-        self.room.takes(load.request_id, tokens_in_all, blocks.get_block_ids(), core.null_block)
+        self.room.takes(load.request_id, tokens_in_all, tables, core.null_block)
         job = core.ledger.add_load(load)
+        copies, pull_job = load.copies, None
+        if pulled and pull is not None:
+            pull_job = self._plan_pull(state, load, pull[0], pulled, tables)
+            copies = copies if pull_job is not None else ()  # ends as failed
         deadline = self._gate.deadline(state)
         use = (state.content or BASE_MODEL).use
-        self.jobs.append(LoadJob(job, load.request_id, load.copies, deadline, use))
+        self.jobs.append(LoadJob(job, load.request_id, copies, deadline, use, pull_job))
+
+    def _plan_pull(
+        self,
+        state: RequestState,
+        load: ActiveLoad,
+        start: int,
+        tokens: int,
+        tables: Sequence[Sequence[int]],
+    ) -> PullJob | None:
+        planned = None
+        try:
+            if self._pulls is not None:
+                planned = self._pulls.plan(load.job, state, start, start + tokens, tables)
+        except Exception:  # noqa: BLE001 - vLLM waits for this load now: it must end
+            self._core.bug("planning a pull")
+        if planned is None:
+            self._core.fail("load_plan", "a promised hand-over could not be planned; recomputing")
+            return None
+        job, load.pull = planned
+        return job
 
     def settled(self, load: ActiveLoad) -> None:
-        """Every rank is done with the slots and the blocks."""
+        """Every rank is done with the slots and, but for a pull given up, the blocks."""
         core = self._core
+        if load.pull is not None and load.status is JobStatus.DONE and not load.pull.is_good:
+            core.fail("remote_lease", "a hand-over arrived after its lease was over")
+            load.stale = True
         core.count_copy("load", load.nbytes, load.seconds)
         self._gate.copied(load)
         if load.status is JobStatus.DONE and not load.stale:
@@ -209,6 +294,9 @@ class LoadPlanner:
             self.refail.append(request_id)
             return
         state.load = None
+        if load.pull is not None and self._pulls is not None:
+            good = load.status is JobStatus.DONE and not load.stale
+            self._pulls.told(load.job, good=good)
         for node in load.nodes:
             if self._loading.get(node.key) == request_id:
                 del self._loading[node.key]
@@ -218,7 +306,7 @@ class LoadPlanner:
             state.failed_loads += 1
             self._gate.lost(state)
         else:
-            state.loaded_from = DISK if load.from_disk else TIER
+            state.loaded_from = _furthest(load)
             self._gate.arrived(state, load)
 
     def reset(self) -> None:
@@ -386,3 +474,10 @@ class LoadPlanner:
         if disk is not None:
             disk.used([node.key for node in fresh], again=[node.key for node in known])
         state.used = max(state.used, offer.first + len(offer.nodes))
+
+
+def _furthest(load: ActiveLoad) -> str:
+    """Where the part of a load came from that was furthest away."""
+    if load.pull is not None:
+        return metrics.PEER
+    return DISK if load.from_disk else TIER

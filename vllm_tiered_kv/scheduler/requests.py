@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_tiered_kv.params import RequestParams
+from vllm_tiered_kv.remote.params import NOTHING, RemoteParams
 from vllm_tiered_kv.scheduler.adapters import BASE_MODEL, Content, LoraName
 from vllm_tiered_kv.scheduler.index import Node
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import Request
+    from vllm_tiered_kv.remote.handoff import Handoff
     from vllm_tiered_kv.scheduler.fetch import Fetch, Look
     from vllm_tiered_kv.scheduler.jobs import ActiveLoad
     from vllm_tiered_kv.scheduler.ruling import Ruling
@@ -58,6 +60,7 @@ class RequestState:
         "epoch",
         "failed_loads",
         "fetch",
+        "handoff",
         "is_crowded",
         "load",
         "loaded_from",
@@ -68,6 +71,9 @@ class RequestState:
         "offer",
         "params",
         "planned",
+        "proven",
+        "pull",
+        "remote",
         "request",
         "ruling",
         "tail",
@@ -92,6 +98,14 @@ class RequestState:
         self.epoch = -1
         """The epoch in which all of its device blocks were computed or loaded."""
         self.offer: Offer | None = None
+        self.remote: RemoteParams = NOTHING
+        """What it asks of hand-overs between engines."""
+        self.handoff: Handoff | None = None
+        """What another engine hands over to it; it is to be given back."""
+        self.proven: Handoff | None = None
+        """A hand-over that was seen to be of its prompt."""
+        self.pull: tuple[int, int] | None = None
+        """The tokens, first and end, that a look-up promised beside :attr:`offer`; as long."""
         self.load: ActiveLoad | None = None
         """The load vLLM waits for."""
         self.next_chunk = 0
@@ -132,7 +146,8 @@ class RequestState:
         self.loaded_from: str | None = None
         """The furthest tier that a load has brought something of its prompt from."""
         self.began_with = "none"
-        """Where what was not computed of its prompt came from: one of ``metrics.SOURCES``."""
+        """Where what was not computed of its prompt came from: one of ``metrics.SOURCES``,
+        or ``metrics.PEER``."""
 
     def uncomputed(self, hash_tokens: int) -> Sequence[bytes]:
         """Hashes of its blocks that no step planned so far fills.
@@ -149,6 +164,7 @@ class RequestState:
         self.epoch = epoch
         self.offer = None
         self.loaded_from = None
+        self.pull = None
         self.next_chunk = 0
         self.tail = None
         self.unsure = True

@@ -57,6 +57,9 @@ from vllm_tiered_kv.worker.mover import (
 )
 from vllm_tiered_kv.worker.pages import DevicePages
 from vllm_tiered_kv.worker.pool import HostPool, PoolError
+from vllm_tiered_kv.worker.remote.layout import Heads
+from vllm_tiered_kv.worker.remote.side import NOTHING as NOTHING_SAID
+from vllm_tiered_kv.worker.remote.side import RemoteSide
 
 logger = get_logger(__name__)
 
@@ -94,6 +97,7 @@ class WorkerHalf:
         memory: bytes that this rank may take for its slots.
         find_adapters: looks for this process's LoRA adapters once the model is there; None
             where LoRA is off.
+        heads: this rank's KV heads, by group, where KV is handed over between engines; else None.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class WorkerHalf:
         report_blocks: bool,
         memory: int | None = None,
         find_adapters: Callable[[], Registered | None] | None = None,
+        heads: Sequence[Heads] | None = None,
     ) -> None:
         self._rank = rank
         self._find_adapters = find_adapters
@@ -126,6 +131,12 @@ class WorkerHalf:
         """Closed, and still copying."""
         self._channel: WorkerEndpoint | None = None
         self._disk: DiskExecutor | None = None
+        self.remote: RemoteSide | None = None
+        """This rank's part in hand-overs between engines; None without them."""
+        if heads is not None:
+            self.remote = RemoteSide(
+                rank, groups, group_layers, num_blocks, heads, self._fail, self._wake_idle
+            )
         self._open_files: Callable[[], Files] = Files
         self._trouble = OncePerKind(logger)
         self._lock = threading.Lock()
@@ -151,6 +162,8 @@ class WorkerHalf:
             LayoutError: pages that are not contiguous; the engine must not start so.
         """
         self._pages.take(kv_caches)
+        if self.remote is not None:
+            self.remote.take(kv_caches)
         find, self._find_adapters = self._find_adapters, None  # once: see compat.find_adapters
         if find is not None:
             self.adapters.registered = find()
@@ -169,8 +182,11 @@ class WorkerHalf:
         returns, no copy touches a page and nothing here keeps one. May be called again.
 
         Raises:
-            CopyError: a copy does not end. vLLM must not take the pages from under it.
+            CopyError: a copy does not end, or other engines may be reading the pages. vLLM must not
+                take them away then.
         """
+        if self.remote is not None and self.remote.is_open:
+            raise CopyError("other engines may be reading the KV cache: it cannot be given up")
         self._drop(self._unstarted)
         self._unstarted = ()
         lanes, self._lanes = [*self._lanes.values(), *self._hung], {}
@@ -242,6 +258,8 @@ class WorkerHalf:
             self._channel = WorkerEndpoint(setup.endpoint, setup.secret)
         if setup.disk_orders:
             self._open_disk(setup, pool)
+        if self.remote is not None and setup.remote is not None:
+            self.remote.open(setup.remote)
 
     def _open_disk(self, setup: Setup, pool: HostPool) -> None:
         """Be ready for the disk agent's orders."""
@@ -305,6 +323,8 @@ class WorkerHalf:
         self.set_up(plan.setup)
         self.adapters.follow(plan.watch, plan.unwatch)
         self.adapters.observe()
+        if self.remote is not None:
+            self.remote.follow(plan)
         if self._unstarted:
             # This rank's runner left the last step without coming to its stores, as it does on
             # all but the last stage of a pipeline with draft tokens. Their blocks still hold
@@ -362,7 +382,8 @@ class WorkerHalf:
             if idle and not self._ended and not self._results and self._copying():
                 self._copy_ended.wait(IDLE_WAIT)
             ended, self._ended = self._ended, []
-        for result in ended:
+        whole = ended if self.remote is None else self.remote.whole(ended, self._loads)
+        for result in whole:
             load = self._loads.pop(result.job, None)
             if load is None:
                 continue
@@ -373,7 +394,7 @@ class WorkerHalf:
             outcome.finished.add(load.request_id)
             if result.status is JobStatus.DONE:
                 continue
-            if result.status is JobStatus.FAILED and self._report_blocks:
+            if result.status is JobStatus.FAILED and self._report_blocks and load.pull is None:
                 for i in result.failed:
                     outcome.bad_blocks.update(load.copies[i].blocks)
             else:
@@ -391,10 +412,12 @@ class WorkerHalf:
             counters = self._counts.take()
         adapters = self.adapters.take()
         room, self._room = self._room, None
-        if not loads and not stores and not counters and not adapters and room is None:
+        said = self.remote.take_said() if self.remote is not None else NOTHING_SAID
+        news = loads or stores or counters or adapters or said
+        if not news and room is None:
             return None
         results = (*loads, *stores)
-        return WorkerReport(self._rank, results, tuple(counters.items()), adapters, room)
+        return WorkerReport(self._rank, results, tuple(counters.items()), adapters, room, *said)
 
     def count(self, key: str, value: float) -> None:
         with self._lock:
@@ -408,6 +431,8 @@ class WorkerHalf:
         if self._disk is not None:
             ended.append(self._disk.close(CLOSE_TIMEOUT))
             self._disk = None
+        if self.remote is not None:
+            ended.append(self.remote.close(CLOSE_TIMEOUT))
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -432,7 +457,10 @@ class WorkerHalf:
         now = self._clock()
         for load in loads:
             self._loads[load.job] = load
-            if lane is None or not load.copies or not self.adapters.holds(load.adapter):
+            holds = self.adapters.holds(load.adapter)
+            if self.remote is not None and self.remote.begin(load, self._mark, holds=holds):
+                continue
+            if lane is None or not load.copies or not holds:
                 self._load_ended(JobResult(load.job, Direction.LOAD, JobStatus.DROPPED))
                 continue
             sizes = [self._size(copy) for copy in load.copies]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds what hands KV over, from the options and vLLM's configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from vllm_tiered_kv import compat
+from vllm_tiered_kv.config import ConfigError
+from vllm_tiered_kv.log import get_logger
+from vllm_tiered_kv.remote import keys
+from vllm_tiered_kv.remote.agent import RemoteAgent, RemoteSettings
+from vllm_tiered_kv.remote.channel import ControlSockets
+from vllm_tiered_kv.remote.messages import MAX_GROUPS, MAX_RANKS, Identity
+from vllm_tiered_kv.remote.options import Handoff, RemoteOptions, parse_address
+from vllm_tiered_kv.remote.pages import contents_of
+from vllm_tiered_kv.worker.remote.layout import Heads, heads_of_rank
+
+if TYPE_CHECKING:
+    from vllm_tiered_kv.compat import KVCacheConfig, VllmConfig
+    from vllm_tiered_kv.geometry import Geometry
+    from vllm_tiered_kv.identity import Namespace
+
+logger = get_logger(__name__)
+
+
+def open_agent(
+    vllm_config: VllmConfig, options: RemoteOptions, geometry: Geometry, ranks: int
+) -> RemoteAgent:
+    """The control channel of this engine, listening.
+
+    Raises:
+        ConfigError: hand-overs cannot be had; says why.
+    """
+    _check(vllm_config, options, geometry, ranks)
+    try:
+        key = keys.load(Path(options.key_file))
+    except keys.KeyFileError as error:
+        raise ConfigError(f"remote.key_file: {error}") from None
+    sends, receives = compat.is_producer(vllm_config), compat.is_consumer(vllm_config)
+    address = parse_address(options.listen)
+    if address.port:
+        port = address.port + compat.engine_index(vllm_config)
+        address = msgspec.structs.replace(address, port=port)
+    try:
+        sockets = ControlSockets(key, address if sends else None)
+    except (zmq.ZMQError, OSError) as error:
+        raise ConfigError(f"remote.listen: cannot listen at {address}: {error}") from None
+    settings = RemoteSettings(
+        ranks, options.lease, options.max_leases, key.sealing, sends=sends, receives=receives
+    )
+    what = "sends and receives" if sends and receives else "sends" if sends else "receives"
+    logger.info(
+        "tiered-kv: hand-overs between engines: %s; control channel: %s; key: %s",
+        what,
+        sockets.address or "none (nobody fetches from here)",
+        key.fingerprint,
+    )
+    return RemoteAgent(settings, sockets)
+
+
+def introduce(agent: RemoteAgent, namespace: Namespace) -> None:
+    """Tell the agent what this engine's KV means, now that it is known; any thread."""
+    if namespace.persistent:
+        agent.identify(Identity(namespace.semantic_digest, contents_of(namespace.layout)))
+        return
+    why = f"no other engine can tell what its KV means: {namespace.reason}"
+    logger.warning("tiered-kv: this engine hands nothing over and takes nothing: %s", why)
+    agent.close(why)
+
+
+def heads_by_group(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Heads, ...]:
+    """The KV heads that this worker has, of each group."""
+    parallel = compat.tensor_parallel_size(vllm_config)
+    rank = compat.tensor_parallel_rank(vllm_config)
+    found = []
+    for group in kv_cache_config.kv_cache_groups:
+        here, total = compat.kv_heads(vllm_config, group.kv_cache_spec)
+        if not here:
+            found.append(Heads(0, 1, 1))
+            continue
+        heads = heads_of_rank(total, parallel, rank)
+        # Layers that are shared out in their own way: only the like can be read from.
+        found.append(heads if heads.count == here else Heads(rank * here, here, here * parallel))
+    return tuple(found)
+
+
+def is_nixl_there() -> bool:
+    return importlib.util.find_spec("nixl") is not None
+
+
+def _check(vllm_config: VllmConfig, options: RemoteOptions, geometry: Geometry, ranks: int) -> None:
+    """Refuse, by name, what cannot be had.
+
+    Raises:
+        ConfigError: the message says why.
+    """
+    for key, value, asked in (
+        ("handoff", "cpu", options.handoff is Handoff.CPU),
+        ("peers", list(options.peers), bool(options.peers)),
+        ("verify", True, options.verify),
+    ):
+        if asked:
+            raise ConfigError(f"remote.{key}: {value!r} is not built yet; leave it out")
+    if not geometry.keeps_all:
+        raise ConfigError(
+            "remote: a model with sliding windows or recurrent states cannot be handed over yet; "
+            "leave out remote"
+        )
+    if (reason := compat.ranks_elsewhere(vllm_config)) is not None:
+        raise ConfigError(f"remote: this engine cannot hand KV over: {reason}; leave out remote")
+    if compat.context_parallel_size(vllm_config) > 1:
+        raise ConfigError("remote: context parallelism is not supported; leave out remote")
+    if len(geometry.groups) > MAX_GROUPS or ranks > MAX_RANKS:
+        raise ConfigError(
+            f"remote: of {len(geometry.groups)} KV cache groups and {ranks} ranks at most "
+            f"{MAX_GROUPS} and {MAX_RANKS} are supported"
+        )
+    if not is_nixl_there():
+        raise ConfigError(
+            "remote: NIXL, which moves the bytes, is not installed here: "
+            "pip install 'vllm-tiered-kv[nixl]'"
+        )

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half's side of hand-overs between engines, both ways.
+
+Scheduler thread only; the control channel is the agent's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_tiered_kv import metrics
+from vllm_tiered_kv.params import ParamsError
+from vllm_tiered_kv.protocol import RemoteSetup, WorkerReport
+from vllm_tiered_kv.remote.params import parse_remote
+from vllm_tiered_kv.scheduler.disk import Since
+from vllm_tiered_kv.scheduler.handing import HandOvers
+from vllm_tiered_kv.scheduler.pulls import Pulls
+
+if TYPE_CHECKING:
+    from vllm_tiered_kv.compat import BlockPool
+    from vllm_tiered_kv.remote.agent import RemoteAgent
+    from vllm_tiered_kv.scheduler.core import Core
+    from vllm_tiered_kv.scheduler.requests import RequestState
+
+TRUSTED_NO_MORE = "its caches were reset, perhaps for new weights, which are not looked at again"
+
+
+class RemoteParts(NamedTuple):
+    """What hand-overs need."""
+
+    agent: RemoteAgent
+    host: str
+    """The address that peers reach this engine at."""
+    engine_id: str
+    """vLLM's name of this engine."""
+    tensor_parallel: int
+    deadline: float
+    """Seconds a read from a peer may take."""
+    contents: str
+    """A digest of what the bytes in a page mean, KV heads apart."""
+
+
+class RemotePlanner:
+    """What is handed over and what is pulled.
+
+    Args:
+        core: what the scheduler half's parts share.
+        parts: what hand-overs need.
+    """
+
+    def __init__(self, core: Core, parts: RemoteParts) -> None:
+        self._core = core
+        self.agent = parts.agent
+        self.handing = HandOvers(core, parts.agent, parts.engine_id, parts.tensor_parallel)
+        self.pulls = Pulls(core, parts.agent, parts.deadline)
+        settings = parts.agent.settings
+        self.setup = RemoteSetup(parts.host, settings.sends, settings.receives, parts.contents)
+
+    def bind(self, pool: BlockPool) -> None:
+        self.handing.bind(pool)
+        self.pulls.bind(pool)
+
+    def arrived(self, state: RequestState) -> None:
+        """A request is new."""
+        try:
+            state.remote = parse_remote(state.request.kv_transfer_params, state.params)
+        except ParamsError as error:
+            self._core.fail("remote_params", f"ignored: {error}")
+            return
+        self.pulls.arrived(state)
+
+    def finished(
+        self, state: RequestState, block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
+        """A request ends: the parameters that another engine goes on from, if any."""
+        try:
+            return self.handing.finished(state, block_ids)
+        except Exception:  # noqa: BLE001 - it would end the engine
+            self._core.bug("handing a prompt over")
+            return None
+
+    def take_in(self) -> None:
+        """Take in what the agent has to say; at the start of every hook."""
+        self.handing.take_in()
+        self.pulls.take_in()
+        for kind in self.agent.take_failures():
+            self._core.tally.add(metrics.FAILURES.key(kind))
+
+    def report(self, report: WorkerReport) -> None:
+        """What a rank says."""
+        if report.layout is not None:
+            self.agent.remember(report.layout, report.endpoint)
+        if report.settled:
+            self.pulls.settled(report.rank, report.settled)
+
+    def forget(self, since: Since) -> None:
+        """Offer nothing of what was computed, and accept nothing that was."""
+        if since is Since.EVER:
+            self.agent.close(TRUSTED_NO_MORE)
+        else:
+            self.agent.revoke()
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            metrics.IN_FLIGHT.key("lease"): float(len(self.handing)),
+            metrics.IN_FLIGHT.key("quarantine"): float(self.pulls.quarantined),
+        }
+
+    def shutdown(self) -> None:
+        self.agent.shutdown()

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's part in hand-overs: its pages for peers to read, and loads that come from peers.
+
+Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_tiered_kv.geometry import GroupGeometry
+from vllm_tiered_kv.protocol import (
+    Direction,
+    JobResult,
+    JobStatus,
+    LoadJob,
+    PullResult,
+    RemoteSetup,
+    StepPlan,
+)
+from vllm_tiered_kv.remote.transport import Endpoint, Options, TransportError, open_transport
+from vllm_tiered_kv.worker.remote.layout import Heads, RankLayout
+from vllm_tiered_kv.worker.remote.pulls import OwnPages, Pulls, both, own_pages, rank_layout
+
+
+class Said(NamedTuple):
+    """What the scheduler half has to know."""
+
+    layout: RankLayout | None
+    endpoint: Endpoint | None
+    settled: tuple[int, ...]
+
+    def __bool__(self) -> bool:
+        return self.layout is not None or bool(self.settled)
+
+
+class RemoteSide:
+    """Serves and pulls.
+
+    Args:
+        rank: this worker's rank.
+        groups: the geometry's groups.
+        group_layers: the layer names of each.
+        num_blocks: device blocks.
+        heads: KV heads of this rank, by group.
+        fail: takes each kind of failure, and a sentence.
+        notify: called when a pull may have ended; on another thread.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        groups: Sequence[GroupGeometry],
+        group_layers: Sequence[Sequence[str]],
+        num_blocks: int,
+        heads: Sequence[Heads],
+        fail: Callable[[str, str], None],
+        notify: Callable[[], None],
+    ) -> None:
+        self._rank = rank
+        self._groups = groups
+        self._group_layers = group_layers
+        self._num_blocks = num_blocks
+        self._heads = heads
+        self._fail = fail
+        self._notify = notify
+        self._own: OwnPages | None = None
+        self._pulls: Pulls | None = None
+        self._layout: RankLayout | None = None
+        """Not yet told."""
+        self._settled: list[int] = []
+        """Not yet told."""
+        self._ended: list[JobResult] = []
+        """Parts of loads that ended where they began."""
+        self._halves: dict[int, JobResult] = {}
+        """How one part of a load ended whose other part is under way."""
+        self.open_transport: Callable[..., Any] = open_transport
+
+    # -- set-up ------------------------------------------------------------------------
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """These are the pages, by layer name; none is kept.
+
+        Raises:
+            LayoutError: they are not contiguous.
+        """
+        self._own = own_pages(tensors, self._group_layers, self._num_blocks, self._heads)
+
+    def open(self, setup: RemoteSetup) -> None:
+        """Be ready to read other engines' pages, and let them read ours."""
+        if self._own is None or self._pulls is not None:
+            return
+        layout = rank_layout(self._rank, self._groups, self._heads, self._own, setup.contents)
+        options = Options(setup.host, setup.sends, setup.receives)
+        try:
+            transport = self.open_transport(self._own.regions, options, notify=self._notify)
+        except (TransportError, OSError, RuntimeError) as error:
+            self._fail("remote_agent", f"no hand-overs on rank {self._rank}: {error}")
+            return
+        self._pulls = Pulls(layout, transport, self._fail)
+        self._layout = layout
+
+    @property
+    def is_open(self) -> bool:
+        """Whether peers may be reading our pages, or we theirs."""
+        return self._pulls is not None
+
+    def close(self, timeout: float) -> bool:
+        """False if something may still read or write our memory."""
+        pulls, self._pulls = self._pulls, None
+        return pulls is None or pulls.close(timeout)
+
+    # -- a step ------------------------------------------------------------------------
+
+    def follow(self, plan: StepPlan) -> None:
+        """Know the engines that this step's pulls come from."""
+        if self._pulls is None:
+            return
+        for memory in plan.peers:
+            self._pulls.meet(memory)
+        for engine in plan.gone:
+            self._pulls.part(engine)
+
+    def begin(self, load: LoadJob, mark: Any, *, holds: bool) -> bool:
+        """Begin what a load pulls, if it does.
+
+        Args:
+            mark: work on the device that comes before.
+            holds: the weights that it is for are there.
+
+        Returns:
+            Whether nothing else is to be done for the load.
+        """
+        if load.pull is None:
+            return False
+        if self._pulls is not None and holds:
+            self._pulls.start(load.job, load.pull, mark)
+        else:
+            nothing = PullResult(0, 0.0, 0.0, may_write=False)
+            self._part_ended(load.job, JobStatus.DROPPED, nothing)
+        if load.copies:
+            return False
+        self._ended.append(JobResult(load.job, Direction.LOAD, JobStatus.DONE))
+        return True
+
+    def whole(
+        self, copied: Sequence[JobResult], loads: Mapping[int, LoadJob]
+    ) -> Iterator[JobResult]:
+        """Results of loads; of one that is a pull as well, when both parts have ended.
+
+        Args:
+            copied: results of copies.
+            loads: those under way.
+        """
+        if self._pulls is not None:
+            for job, status, part in self._pulls.take():
+                self._part_ended(job, status, part)
+            self._settled += self._pulls.settled()
+        ended, self._ended = self._ended, []
+        for result in (*copied, *ended):
+            load = loads.get(result.job)
+            if load is None or load.pull is None:
+                yield result
+            elif (other := self._halves.pop(result.job, None)) is None:
+                self._halves[result.job] = result
+            else:
+                yield both(other, result)
+
+    def take_said(self) -> Said:
+        """What has not been told."""
+        layout, self._layout = self._layout, None
+        settled, self._settled = self._settled, []
+        endpoint = self._pulls.endpoint if layout is not None and self._pulls is not None else None
+        return Said(layout, endpoint, tuple(settled))
+
+    def _part_ended(self, job: int, status: JobStatus, result: PullResult) -> None:
+        self._ended.append(JobResult(job, Direction.LOAD, status, pulled=result))
+
+
+NOTHING = Said(None, None, ())
