@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,13 +14,9 @@ from typing import Any
 import httpx
 
 from tools.serving.process import free_port
+from tools.serving.router import binary
 
 _APPLIED = re.compile(r"sequence advanced.* source=(\S+).* seq=(\d+)")
-
-
-def binary() -> str:
-    """``vllm-router`` of this environment (``requirements/dev.txt``), or ``$VLLM_ROUTER``."""
-    return os.environ.get("VLLM_ROUTER", str(Path(sys.executable).with_name("vllm-router")))
 
 
 class Router:

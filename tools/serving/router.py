@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ``vllm-router`` process that sends prompts to prefill engines and then on to decode engines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from tools.serving.process import free_port
+
+READY_SECONDS = 60.0
+
+
+class RouterFailed(RuntimeError):
+    """The router did not become ready; the message ends with what it printed."""
+
+
+def binary() -> str:
+    """``vllm-router`` of this environment (``requirements/dev.txt``), or ``$VLLM_ROUTER``."""
+    return os.environ.get("VLLM_ROUTER", str(Path(sys.executable).with_name("vllm-router")))
+
+
+class PrefillRouter:
+    """Routes each request to a prefill engine first; leaving the ``with`` block ends it.
+
+    Args:
+        prefill: URLs of engines that hand KV over.
+        decode: URLs of engines that go on from it.
+        log: file for everything it prints.
+
+    Raises:
+        RouterFailed: it is not ready in time.
+    """
+
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], *, log: Path) -> None:
+        self._log = log
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [binary(), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+        for url in prefill:
+            command += ["--prefill", url]
+        for url in decode:
+            command += ["--decode", url]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        command += ["--prometheus-port", str(free_port())]
+        command += ["--worker-startup-check-interval", "1"]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> PrefillRouter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/readiness", trust_env=False).status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise RouterFailed(f"the router is not ready:\n{self._log.read_text()[-3000:]}")
