@@ -22,6 +22,10 @@ demo: venv ## two real vLLM servers, without and with the connector, compared re
 	@$(BIN)/python -m demo
 
 test: venv promtool ## all tests but the slow ones (at most 20 minutes)
+demo-pd: venv ## prefill hands over to decode: two real vLLM servers and vllm-router, beside a single one
+	@$(BIN)/python -m demo.pd
+
+test: venv ## all tests but the slow ones (at most 20 minutes)
 	@tools/test.sh
 
 test-full: venv promtool peers-env ## all tests, long runs included
@@ -68,7 +72,7 @@ dist: venv ## sdist and wheel under dist/
 	@$(BIN)/python -c 'from setuptools import build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")'
 
 clean: ## remove what the targets made, except .venv and the models
-	@rm -rf build/demo build/demo.json dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	@rm -rf build/demo build/demo.json build/demo-pd.json dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
 distclean: clean ## and those too
 	@rm -rf .venv .venv.lock build

@@ -79,6 +79,10 @@ class Scenario:
             yield Step(name, prompt, measured=True)
             history = prompt + transcript.answers[name]
 
+    def text(self, name: str, tokens: int) -> tuple[int, ...]:
+        """A prompt of just so many tokens, the same for the same name."""
+        return self._chat(self._text(name, tokens - 4))
+
     def _push_out(self, number: int) -> Step:
         prompt = self._chat(self._text(f"other {number}", PUSH_OUT_TOKENS - 4))
         return Step("another request", prompt, measured=False)
