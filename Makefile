@@ -6,7 +6,7 @@ BIN         := .venv/bin
 TYPED       := vllm_tiered_kv tools demo benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help venv promtool demo test test-full lint typecheck format dashboard bench peers-env dist \
+.PHONY: help venv promtool demo demo-pd test test-full lint typecheck format dashboard bench peers-env dist \
 	clean distclean
 
 help: ## list the targets
@@ -21,11 +21,10 @@ promtool: ## Debian's promtool under build/, for the tests of the alert rules
 demo: venv ## two real vLLM servers, without and with the connector, compared request by request
 	@$(BIN)/python -m demo
 
-test: venv promtool ## all tests but the slow ones (at most 20 minutes)
 demo-pd: venv ## prefill hands over to decode: two real vLLM servers and vllm-router, beside a single one
 	@$(BIN)/python -m demo.pd
 
-test: venv ## all tests but the slow ones (at most 20 minutes)
+test: venv promtool ## all tests but the slow ones (at most 20 minutes)
 	@tools/test.sh
 
 test-full: venv promtool peers-env ## all tests, long runs included

@@ -162,8 +162,8 @@ FIRST_TOKEN = Metric(
     ("source",),
     "Seconds from a request's arrival at the scheduler to its first token, without the front end's "
     "share, by the furthest place that a part of its prompt came from when it began to run: none "
-    "(all of it computed), device (a prefix cache that is not ours), cpu, disk, peer (another engine's "
-    "memory); failed: a load did not arrive.",
+    "(all of it computed), device (a prefix cache that is not ours), cpu, disk, peer (another "
+    "engine's memory); failed: a load did not arrive.",
     tuple((source,) for source in SOURCES),
     (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0),
 )

@@ -14,6 +14,7 @@ import pytest
 from tests.scheduler.near import NearTransport
 from tests.scheduler.sim import BLOCK, Sim, prompt
 from vllm_tiered_kv import assemble
+from vllm_tiered_kv.config import ConfigError
 from vllm_tiered_kv.remote import assembly, keys
 from vllm_tiered_kv.remote.agent import GRACE, RemoteAgent
 from vllm_tiered_kv.remote.messages import Identity
@@ -271,6 +272,42 @@ def test_steps_in_flight(fleet: Fleet, depth: int) -> None:
     assert not consumer.failures
     producer.wait_free()
     consumer.sim.check_quiet()
+
+
+def test_without_a_tier(fleet: Fleet) -> None:
+    producer = fleet.engine("kv_producer", extra={"cpu": None})
+    consumer = fleet.engine("kv_consumer", extra={"cpu": None})
+    decode(consumer, prompt(ODD), prefill(producer, prompt(ODD)))
+    assert consumer.count("hit_tokens|peer") == ODD
+    producer.wait_free()
+
+
+@pytest.mark.parametrize(
+    ("remote", "word"),
+    [
+        ({"handoff": "cpu"}, "remote.handoff"),
+        ({"peers": ["10.0.0.6:7600"]}, "remote.peers"),
+        ({"verify": True}, "remote.verify"),
+        ({"key_file": "/nowhere/fleet.key"}, "remote.key_file"),
+        ({"listen": "192.0.2.1:7600"}, "remote.listen"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_at_start(
+    fleet: Fleet, remote: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(ConfigError, match=word):
+        fleet.engine("kv_both", remote=remote)
+
+
+def test_without_nixl_an_engine_says_so(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "is_nixl_there", lambda: False)
+    with pytest.raises(ConfigError, match="pip install"):
+        fleet.engine("kv_both")
+
+
+def test_models_whose_prompts_cannot_be_handed_over_yet(fleet: Fleet) -> None:
+    with pytest.raises(ConfigError, match="sliding windows"):
+        fleet.engine("kv_both", windows=(0, 2 * BLOCK))
 
 
 def test_both_roles_in_one_engine(fleet: Fleet) -> None:
