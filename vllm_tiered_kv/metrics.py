@@ -37,7 +37,7 @@ class Metric(msgspec.Struct, frozen=True):
 
 TIERS = ("cpu", "disk")
 PEER = "peer"
-"""Not among the tiers that every engine has: it counts only where hand-overs are configured."""
+"""Another engine's memory."""
 DIRECTIONS = ("store", "load")
 EVENTS = ("stored", "loaded", "evicted", "dropped", "failed")
 RESULTS = ("hit", "miss", "wait", "skipped", "refused")
@@ -65,6 +65,32 @@ KINDS = (
     "load_stale",
     "params",
     "pool",
+    "remote_agent",
+    "remote_connect",
+    "remote_deadline",
+    "remote_disconnected",
+    "remote_engine",
+    "remote_full",
+    "remote_key",
+    "remote_lease",
+    "remote_leases",
+    "remote_limit",
+    "remote_message",
+    "remote_not_ready",
+    "remote_pages",
+    "remote_params",
+    "remote_peer",
+    "remote_proof",
+    "remote_quarantine",
+    "remote_quiet",
+    "remote_range",
+    "remote_rate",
+    "remote_rebuilt",
+    "remote_semantic",
+    "remote_shutdown",
+    "remote_ticket",
+    "remote_unanswered",
+    "remote_version",
     "report",
     "store",
 )
@@ -80,21 +106,21 @@ HIT_TOKENS = Metric(
     "hit_tokens",
     ("tier",),
     "Tokens loaded from the tier, counted when they have arrived in device blocks.",
-    tuple((tier,) for tier in TIERS),
+    tuple((tier,) for tier in (*TIERS, PEER)),
 )
 BYTES = Metric(
     "bytes",
     ("direction", "tier"),
     "Bytes moved, over all ranks: cpu, between device and host memory; disk, between host memory "
-    "and files.",
-    tuple(itertools.product(DIRECTIONS, TIERS)),
+    "and files; peer, from another engine's memory.",
+    (*itertools.product(DIRECTIONS, TIERS), ("load", PEER)),
 )
 SECONDS = Metric(
     "seconds",
     ("direction", "tier"),
     "Seconds that moving these bytes took, each time of the slowest rank. Copies overlap: bytes by "
     "seconds is the speed of one of them, not of the tier.",
-    tuple(itertools.product(DIRECTIONS, TIERS)),
+    (*itertools.product(DIRECTIONS, TIERS), ("load", PEER)),
 )
 CHUNKS = Metric(
     "chunks",
@@ -109,6 +135,7 @@ HANDOFFS = Metric(
     "handoffs",
     ("event",),
     "Prompts handed over: offered (by this engine), pulled (by this engine), failed (pulls).",
+    (("offered",), ("pulled",), ("failed",)),
 )
 HOOK_SECONDS = Metric(
     "hook_seconds",
@@ -156,7 +183,7 @@ GATE_GIVEN_UP = Metric(
     "gate_given_up", ("tier",), "Waits that were ended because a tier fell behind.", (("disk",),)
 )
 GATE = (GATE_DECISIONS, GATE_SECONDS, GATE_REGRET, GATE_PROBES, GATE_GIVEN_UP)
-SOURCES = ("none", "device", *TIERS, "failed")
+SOURCES = ("none", "device", *TIERS, PEER, "failed")
 FIRST_TOKEN = Metric(
     "time_to_first_token_seconds",
     ("source",),
