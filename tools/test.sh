@@ -5,11 +5,11 @@ set -uo pipefail
 
 python=.venv/bin/python
 log=$(mktemp)
-"$python" -m pytest -m 'not slow' tests/unit tests/scheduler >"$log" 2>&1 &
+"$python" -m pytest -m 'not slow' tests/unit tests/scheduler tests/remote tests/soak >"$log" 2>&1 &
 second=$!
 trap 'kill "$second" 2>/dev/null; rm -f "$log"' EXIT
 
-"$python" -m pytest -m 'not slow' tests/remote tests/engine tests/lmcache tests/soak
+"$python" -m pytest -m 'not slow' tests/engine tests/lmcache
 first=$?
 wait "$second"
 others=$?
