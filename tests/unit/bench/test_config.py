@@ -165,7 +165,7 @@ def experiment_files() -> list[Path]:
 def test_there_are_examples_of_all_that_is_promised() -> None:
     assert {path.stem for path in arm_files()} >= {
         *("no-connector", "tiered-kv-cpu", "tiered-kv-cpu-disk", "lmcache", "offloading-gpu"),
-        "pd-nixl",
+        *("pd-nixl", "pd-tiered-kv"),
     }
     assert experiment_files()
 
