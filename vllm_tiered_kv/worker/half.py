@@ -40,6 +40,7 @@ from vllm_tiered_kv.protocol import (
     StoreJob,
     WorkerReport,
 )
+from vllm_tiered_kv.remote.memory import Heads
 from vllm_tiered_kv.tiers.disk.channel import RankSockets
 from vllm_tiered_kv.tiers.disk.executor import DiskExecutor
 from vllm_tiered_kv.tiers.disk.files import Files
@@ -57,7 +58,6 @@ from vllm_tiered_kv.worker.mover import (
 )
 from vllm_tiered_kv.worker.pages import DevicePages
 from vllm_tiered_kv.worker.pool import HostPool, PoolError
-from vllm_tiered_kv.worker.remote.layout import Heads
 from vllm_tiered_kv.worker.remote.side import NOTHING as NOTHING_SAID
 from vllm_tiered_kv.worker.remote.side import RemoteSide
 

@@ -8,12 +8,12 @@ import itertools
 from vllm_tiered_kv.remote.asking import Client
 from vllm_tiered_kv.remote.handoff import Handoff
 from vllm_tiered_kv.remote.leases import LeaseTable
+from vllm_tiered_kv.remote.memory import GroupLayout, Heads, RankLayout, Strip
 from vllm_tiered_kv.remote.messages import Identity, RankMemory
 from vllm_tiered_kv.remote.options import Address
 from vllm_tiered_kv.remote.serving import Offer, Server
 from vllm_tiered_kv.remote.ticket import VERSION, Ticket
 from vllm_tiered_kv.remote.transport import Endpoint, Region
-from vllm_tiered_kv.worker.remote.layout import GroupLayout, Heads, RankLayout, Strip
 
 SECONDS, GRACE = 30.0, 5.0
 IDENTITY = Identity("a" * 32, "b" * 32)

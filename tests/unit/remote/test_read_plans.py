@@ -19,14 +19,8 @@ from hypothesis import strategies as st
 
 from tests.unit._layouts import ORDERS, SCATTERED, Cache, Shape, make_cache
 from vllm_tiered_kv.layout import LayoutError, group_pages
-from vllm_tiered_kv.worker.remote.layout import (
-    GroupLayout,
-    Heads,
-    RankLayout,
-    heads_of_rank,
-    page_strips,
-    slot_strips,
-)
+from vllm_tiered_kv.remote.memory import GroupLayout, Heads, RankLayout, heads_of_rank
+from vllm_tiered_kv.worker.remote.layout import page_strips, slot_strips
 from vllm_tiered_kv.worker.remote.plan import (
     OutOfRange,
     Places,

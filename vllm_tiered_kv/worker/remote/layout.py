@@ -1,89 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine tells a peer about the memory of one rank, for a read to find its way.
-
-A layer's cache is a tensor of *entries*: the blocks of the attention kernel, of which one or more
-make up a block of the scheduler. An entry is opaque, but for one thing: where KV heads are its
-outermost axis, each head's bytes are one run, and an engine with other tensor parallelism can read
-just the heads that it needs. Tokens inside an entry are never told apart: some kernels don't keep
-them in order.
-
-A *strip* is one layer's entries: block `b` lies at `address + b * stride`. Where blocks lie in
-slots of a host pool the same is said with a stride of 1 and byte offsets for block numbers.
-"""
+"""A rank's memory as a peer sees it, from the tensors that vLLM registers; see `remote.memory`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
 
-import msgspec
 import torch
 
 from vllm_tiered_kv.layout import GroupPages, LayoutError, dense_bytes
-from vllm_tiered_kv.remote.transport import Address
-
-MAX_STRIPS = 4096
-MAX_LAYOUT_GROUPS = 64
-SLOT_STRIDE = 1
-
-Small = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-
-
-class Strip(msgspec.Struct, frozen=True, array_like=True):
-    """One layer on one rank."""
-
-    layer: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    address: Address
-    """Of block 0."""
-    stride: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
-    """Bytes from block to block; `SLOT_STRIDE` where blocks are given as byte offsets."""
-    entry_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
-    splits: bool
-    """Whether each head's bytes are one run, heads one after the other."""
-
-
-class Heads(msgspec.Struct, frozen=True, array_like=True):
-    """The KV heads of a rank: `count` from `first` on, of `total`. Without heads: 0, 1, 1."""
-
-    first: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
-    count: Small
-    total: Small
-
-
-class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
-    """One KV cache group on one rank."""
-
-    contents: Annotated[str, msgspec.Meta(max_length=64)]
-    """A digest of all that says what an entry's bytes mean, heads apart; equal or not."""
-    entry_tokens: Small
-    """Tokens of an entry."""
-    entries: Small
-    """Entries of a block, one after the other."""
-    num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
-    """Block numbers end before this; with slots, byte offsets do."""
-    heads: Heads
-    strips: Annotated[tuple[Strip, ...], msgspec.Meta(max_length=MAX_STRIPS)]
-    """Of the layers on this rank; layers that share memory have one each."""
-
-
-class RankLayout(msgspec.Struct, frozen=True, array_like=True):
-    """All groups of one rank."""
-
-    rank: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
-    groups: Annotated[tuple[GroupLayout, ...], msgspec.Meta(max_length=MAX_LAYOUT_GROUPS)]
-
-
-def heads_of_rank(total: int, tensor_parallel: int, rank: int) -> Heads:
-    """The heads that vLLM gives a tensor-parallel rank: a share, or one that others have too.
-
-    Args:
-        total: KV heads of the model.
-        tensor_parallel: ranks, of which `rank` is one.
-    """
-    if total >= tensor_parallel:
-        count = total // tensor_parallel
-        return Heads(rank * count, count, total)
-    return Heads(rank * total // tensor_parallel, 1, total)
+from vllm_tiered_kv.remote.memory import SLOT_STRIDE, Strip
 
 
 def page_strips(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm_tiered_kv.worker.remote.layout import GroupLayout, RankLayout, Strip
+from vllm_tiered_kv.remote.memory import GroupLayout, RankLayout, Strip
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.remote.transport import Int64s

@@ -18,6 +18,7 @@ import torch
 from vllm_tiered_kv.geometry import GroupGeometry
 from vllm_tiered_kv.protocol import JobResult, JobStatus, PullJob, PullResult
 from vllm_tiered_kv.remote.handoff import PeerMemory
+from vllm_tiered_kv.remote.memory import GroupLayout, Heads, RankLayout, Strip
 from vllm_tiered_kv.remote.transport import (
     Endpoint,
     Fence,
@@ -27,13 +28,7 @@ from vllm_tiered_kv.remote.transport import (
     Region,
     Transport,
 )
-from vllm_tiered_kv.worker.remote.layout import (
-    GroupLayout,
-    Heads,
-    RankLayout,
-    Strip,
-    page_strips,
-)
+from vllm_tiered_kv.worker.remote.layout import page_strips
 from vllm_tiered_kv.worker.remote.plan import (
     GroupRoutes,
     OutOfRange,

@@ -21,8 +21,8 @@ from vllm_tiered_kv.protocol import (
     RemoteSetup,
     StepPlan,
 )
+from vllm_tiered_kv.remote.memory import Heads, RankLayout
 from vllm_tiered_kv.remote.transport import Endpoint, Options, TransportError, open_transport
-from vllm_tiered_kv.worker.remote.layout import Heads, RankLayout
 from vllm_tiered_kv.worker.remote.pulls import OwnPages, Pulls, both, own_pages, rank_layout
 
 
