@@ -58,7 +58,9 @@ def test_an_engine_against_itself(servers: Pool, tmp_path: Path) -> None:
     assert agreed["worst_logprob"] < 1e-3
     for arm in report["arms"]:
         assert (arm["requests"], arm["answered"], arm["counted_by_chunks"]) == (12, 12, 0)
-        assert arm["output_tokens"] == sum(latency["values"] for latency in arm["latencies"][2:])
+        gaps_and_ends = sum(latency["values"] for latency in arm["latencies"][2:])
+        # An engine that is ahead of its front end sends two tokens at once.
+        assert 2 * arm["answered"] < gaps_and_ends <= arm["output_tokens"]
         found = tokens_of(arm)
         assert (found["device"] or 0) > 0
         assert found["device"] + found["connector"] == found["by the answers"]
