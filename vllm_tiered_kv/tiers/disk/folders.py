@@ -8,7 +8,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from vllm_tiered_kv.tiers.disk.files import Files, StrPath
@@ -51,6 +51,33 @@ def open_root(files: Files, root: Path, *, make: bool = False) -> int:
             raise
     _make_with_parents(files, root)
     return files.open(root, _FOLDER)
+
+
+def open_path(
+    files: Files,
+    root: Path,
+    parts: Iterable[str],
+    opened: contextlib.ExitStack,
+    *,
+    make: bool = False,
+) -> int:
+    """A folder some levels below the root; it and those above it are closed with `opened`.
+
+    Raises:
+        OSError: as `open_root` and `open_folder`.
+    """
+    folder = open_root(files, root, make=make)
+    opened.callback(close, files, folder)
+    for part in parts:
+        folder = open_folder(files, part, folder, make=make)
+        opened.callback(close, files, folder)
+    return folder
+
+
+def close(files: Files, fd: int) -> None:
+    """Close a folder, or a file that was read; nothing hangs on its answer."""
+    with contextlib.suppress(OSError):
+        files.close(fd)
 
 
 def _make_with_parents(files: Files, folder: Path) -> None:

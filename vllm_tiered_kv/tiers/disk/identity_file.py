@@ -14,7 +14,7 @@ import msgspec
 
 from vllm_tiered_kv.tiers.disk.failures import FailureReason, reason_of
 from vllm_tiered_kv.tiers.disk.files import Files
-from vllm_tiered_kv.tiers.disk.folders import open_folder, open_root
+from vllm_tiered_kv.tiers.disk.folders import close, open_path
 from vllm_tiered_kv.tiers.disk.names import IDENTITY_FILE, temp_file, valid_namespace
 from vllm_tiered_kv.tiers.disk.transfer import transfer
 
@@ -41,10 +41,7 @@ def write_identity(
         return FailureReason.INVALID
     with contextlib.ExitStack() as opened:
         try:
-            top = open_root(files, root, make=True)
-            opened.callback(_close, files, top)
-            folder = open_folder(files, namespace, top, make=True)
-            opened.callback(_close, files, folder)
+            folder = open_path(files, root, [namespace], opened, make=True)
             _replace(files, folder, content)
         except IsADirectoryError:
             return None
@@ -59,12 +56,9 @@ def read_identity(files: Files, root: Path, namespace: str) -> bytes | None:
         return None
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
-        top = open_root(files, root)
-        opened.callback(_close, files, top)
-        folder = open_folder(files, namespace, top)
-        opened.callback(_close, files, folder)
+        folder = open_path(files, root, [namespace], opened)
         fd = files.open(IDENTITY_FILE, flags, dir_fd=folder)
-        opened.callback(_close, files, fd)
+        opened.callback(close, files, fd)
         nbytes = files.fstat(fd).st_size
         content = memoryview(bytearray(min(nbytes, MAX_IDENTITY)))
         if 0 < nbytes <= MAX_IDENTITY and transfer(files.preadv, fd, [content]):
@@ -87,8 +81,3 @@ def _replace(files: Files, folder: int, content: bytes) -> None:
         with contextlib.suppress(OSError):
             files.unlink(temp, dir_fd=folder)
         raise
-
-
-def _close(files: Files, fd: int) -> None:
-    with contextlib.suppress(OSError):
-        files.close(fd)

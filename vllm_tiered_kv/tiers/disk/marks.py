@@ -18,7 +18,7 @@ from pathlib import Path
 
 from vllm_tiered_kv.tiers.disk.failures import FailureReason, reason_of
 from vllm_tiered_kv.tiers.disk.files import Files
-from vllm_tiered_kv.tiers.disk.folders import open_folder, open_root
+from vllm_tiered_kv.tiers.disk.folders import open_path
 from vllm_tiered_kv.tiers.disk.names import mark_file, parse_mark_file, valid_namespace
 from vllm_tiered_kv.tiers.disk.walk import Found, FoundMark, Left, Unreadable, Walk
 
@@ -41,7 +41,7 @@ def set_mark(files: Files, root: Path, namespace: str, since_ns: int) -> Failure
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with contextlib.ExitStack() as opened:
         try:
-            folder = _open(files, root, namespace, opened)
+            folder = open_path(files, root, [namespace], opened)
             with contextlib.suppress(FileExistsError):
                 files.close(files.open(name, flags, dir_fd=folder))
         except OSError as error:
@@ -55,7 +55,7 @@ def clear_mark(files: Files, root: Path, namespace: str, since_ns: int) -> None:
     if name is None or not valid_namespace(namespace):
         return
     with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
-        files.unlink(name, dir_fd=_open(files, root, namespace, opened))
+        files.unlink(name, dir_fd=open_path(files, root, [namespace], opened))
 
 
 def inherit(
@@ -75,7 +75,7 @@ def inherit(
         return FailureReason.NAME
     with contextlib.ExitStack() as opened:
         try:
-            folder = _open(files, root, namespace, opened)
+            folder = open_path(files, root, [namespace], opened)
             marks = _marks(files, folder)
             if not marks:
                 return None
@@ -103,8 +103,7 @@ def _remove_since(
     files: Files, root: Path, namespace: str, since_ns: int, go_on: Callable[[], bool]
 ) -> FailureReason | None:
     with contextlib.ExitStack() as opened:
-        top = open_root(files, root)
-        opened.callback(_close, files, top)
+        top = open_path(files, root, [], opened)
         for step in Walk(files).namespace(top, namespace):
             if not go_on():
                 return FailureReason.OTHER
@@ -119,16 +118,3 @@ def _remove_since(
                 if files.stat(step.name, dir_fd=step.folder).st_ctime_ns >= since_ns:
                     files.unlink(step.name, dir_fd=step.folder)
     return None
-
-
-def _open(files: Files, root: Path, namespace: str, opened: contextlib.ExitStack) -> int:
-    top = open_root(files, root)
-    opened.callback(_close, files, top)
-    folder = open_folder(files, namespace, top)
-    opened.callback(_close, files, folder)
-    return folder
-
-
-def _close(files: Files, fd: int) -> None:
-    with contextlib.suppress(OSError):
-        files.close(fd)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vllm_tiered_kv.tiers.disk.files import Files
-from vllm_tiered_kv.tiers.disk.folders import open_folder, open_root
+from vllm_tiered_kv.tiers.disk.folders import close, open_folder, open_path
 from vllm_tiered_kv.tiers.disk.names import (
     IDENTITY_FILE,
     TEMP_FOLDER,
@@ -79,8 +79,7 @@ def remove_namespace(files: Files, root: Path, namespace: str) -> Iterator[Found
     if not valid_namespace(namespace):
         return
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-        top = open_root(files, root)
-        stack.callback(_close, files, top)
+        top = open_path(files, root, [], stack)
         for step in Walk(files).namespace(top, namespace):
             if isinstance(step, Left):
                 if step.name == namespace and step.folder == top:
@@ -110,11 +109,7 @@ def remove_found(files: Files, root: Path, found: Found | FoundTemp) -> bool:
         return False
     with contextlib.ExitStack() as stack:
         try:
-            folder = open_root(files, root)
-            stack.callback(_close, files, folder)
-            for part in folders:
-                folder = open_folder(files, part, folder)
-                stack.callback(_close, files, folder)
+            folder = open_path(files, root, folders, stack)
         except OSError:
             return False
         return _unlinked(files, name, folder)
@@ -124,7 +119,7 @@ def _remove_identity(files: Files, top: int, namespace: str) -> None:
     with contextlib.suppress(OSError):
         folder = open_folder(files, namespace, top)
         _unlinked(files, IDENTITY_FILE, folder)
-        _close(files, folder)
+        close(files, folder)
 
 
 def _unlinked(files: Files, name: str, folder: int) -> bool:
@@ -133,8 +128,3 @@ def _unlinked(files: Files, name: str, folder: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _close(files: Files, fd: int) -> None:
-    with contextlib.suppress(OSError):
-        files.close(fd)
