@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from tests.scheduler.near import NearTransport
+from tests.scheduler.neighbour import Desk, beside
 from tests.scheduler.sim import BLOCK, Sim, prompt
 from vllm_tiered_kv import assemble
 from vllm_tiered_kv.config import ConfigError
 from vllm_tiered_kv.remote import assembly, keys
 from vllm_tiered_kv.remote.agent import GRACE, RemoteAgent
 from vllm_tiered_kv.remote.messages import Identity
+from vllm_tiered_kv.remote.params import refusal
 
 TO_PRODUCER = {
     "do_remote_decode": True,
@@ -319,6 +321,17 @@ def test_both_roles_in_one_engine(fleet: Fleet) -> None:
     second.wait_free()
 
 
+def test_within_multi_connector(fleet: Fleet) -> None:
+    desks = Desk(), Desk()
+    producer = fleet.engine("kv_producer", beside=beside("first", desks[0]))
+    consumer = fleet.engine("kv_consumer", beside=beside("second", desks[1]))
+    decode(consumer, prompt(ODD), prefill(producer, prompt(ODD)))
+    assert consumer.count("hit_tokens|peer") == ODD
+    producer.wait_free()
+    consumer.sim.check_quiet()
+    producer.sim.check_quiet()
+
+
 # -- what is not handed over -------------------------------------------------------------
 
 
@@ -347,9 +360,11 @@ def test_a_prefill_that_ends_with_a_stop_is_handed_over(fleet: Fleet) -> None:
 
 
 def test_a_consumer_does_not_hand_over(consumer: Engine) -> None:
-    consumer.sim.complete("p", prompt(ODD), 1, params=TO_PRODUCER)
-    assert consumer.sim.handed == {}
+    params = prefill(consumer, prompt(ODD))
+    assert params == refusal()
     assert consumer.is_free()
+    decode(consumer, prompt(ODD), params)
+    assert consumer.failures == {}
 
 
 def test_leases_are_bounded(fleet: Fleet) -> None:
@@ -357,7 +372,7 @@ def test_leases_are_bounded(fleet: Fleet) -> None:
     for i in range(4):
         producer.sim.add(f"p{i}", prompt(BLOCK, seed=i), 1, params=TO_PRODUCER)
     producer.sim.run()
-    assert len(producer.sim.handed) == 2
+    assert sum(params == refusal() for params in producer.sim.handed.values()) == 2
     producer.pass_time(LEASE)
     producer.wait_free()
 
@@ -529,7 +544,7 @@ def test_a_reset_ends_hand_overs(producer: Engine, consumer: Engine) -> None:
     assert consumer.count("hit_tokens|peer") == 0
     producer.sim.add("p2", tokens, 1, params=TO_PRODUCER)
     producer.sim.run()
-    assert "p2" not in producer.sim.handed
+    assert producer.sim.handed["p2"] == refusal()
 
 
 def test_a_reset_while_bytes_are_on_their_way(producer: Engine, consumer: Engine) -> None:
@@ -555,8 +570,6 @@ def test_another_key(fleet: Fleet, producer: Engine, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"remote_host": "127.0.0.2"},
-        {"remote_port": 1},
         {"tiered_kv": {"handoff": "AAAA"}},
         {"tiered_kv": {"handoff": 7}},
         {"tiered_kv": None},
@@ -568,6 +581,14 @@ def test_changed_parameters(producer: Engine, consumer: Engine, change: dict[str
     assert consumer.count("hit_tokens|peer") == 0
     assert consumer.transport.reads == 0
     assert consumer.failures
+
+
+def test_addresses_that_a_router_has_changed(producer: Engine, consumer: Engine) -> None:
+    params = prefill(producer, prompt(ODD))
+    changed = {"remote_host": "prefill.example", "remote_port": 1.0, "remote_engine_id": None}
+    decode(consumer, prompt(ODD), {**params, **changed})
+    assert consumer.count("hit_tokens|peer") == ODD
+    producer.wait_free()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_tiered_kv import compat, metrics
-from vllm_tiered_kv.remote.params import Wish, answer
+from vllm_tiered_kv.remote.params import answer
 from vllm_tiered_kv.remote.serving import Offer
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ class HandOvers:
     def finished(
         self, state: RequestState, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
-        """A request ends, and its blocks are freed after this call.
+        """A request that asked for it ends, and its blocks are freed after this call.
 
         Returns:
             The parameters that a consumer goes on from; None if nothing is handed over.
         """
-        if state.remote.wish is not Wish.SEND or not compat.ended_well(state.request):
+        if not compat.ended_well(state.request):
             return None
         offer = self._offer(state, block_ids)
         if offer is None:

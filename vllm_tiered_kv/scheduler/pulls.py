@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import compat, metrics
-from vllm_tiered_kv.params import ParamsError
 from vllm_tiered_kv.protocol import PullJob, PullResult
 from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory, State
-from vllm_tiered_kv.remote.params import Wish, check_ticket
+from vllm_tiered_kv.remote.params import Wish
 from vllm_tiered_kv.remote.ticket import TicketError
 
 if TYPE_CHECKING:
@@ -105,12 +104,9 @@ class Pulls:
         if state.remote.wish is not Wish.RECEIVE or not self._agent.receives:
             return
         try:
-            handoff = self._agent.open(state.remote.handoff)
-            state.handoff = handoff
-            check_ticket(state.remote, handoff.ticket)
-        except (TicketError, ParamsError) as error:
+            state.handoff = self._agent.open(state.remote.handoff)
+        except TicketError as error:
             self._core.fail("remote_ticket", f"a hand-over is ignored: {error}")
-            self.drop(state)
 
     def beyond(self, state: RequestState, computed: int, local: int) -> tuple[int, int] | None:
         """The tokens that can be pulled beyond what the tiers have.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.params import ParamsError
 from vllm_tiered_kv.protocol import RemoteSetup, WorkerReport
-from vllm_tiered_kv.remote.params import parse_remote
+from vllm_tiered_kv.remote.params import Wish, parse_remote, refusal
 from vllm_tiered_kv.scheduler.disk import Since
 from vllm_tiered_kv.scheduler.handing import HandOvers
 from vllm_tiered_kv.scheduler.pulls import Pulls
@@ -73,12 +73,14 @@ class RemotePlanner:
     def finished(
         self, state: RequestState, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
-        """A request ends: the parameters that another engine goes on from, if any."""
+        """A request ends: the parameters that another engine goes on from, where it asked."""
+        if state.remote.wish is not Wish.SEND:
+            return None
         try:
-            return self.handing.finished(state, block_ids)
+            return self.handing.finished(state, block_ids) or refusal()
         except Exception:  # noqa: BLE001 - it would end the engine
             self._core.bug("handing a prompt over")
-            return None
+            return refusal()
 
     def take_in(self) -> None:
         """Take in what the agent has to say; at the start of every hook."""
