@@ -292,13 +292,26 @@ def test_without_a_tier(fleet: Fleet) -> None:
         ({"verify": True}, "remote.verify"),
         ({"key_file": "/nowhere/fleet.key"}, "remote.key_file"),
         ({"listen": "192.0.2.1:7600"}, "remote.listen"),
+        ({"listen": ":7600"}, "VLLM_HOST_IP"),
     ],
 )
 def test_what_cannot_be_had_is_refused_at_start(
-    fleet: Fleet, remote: dict[str, Any], word: str
+    fleet: Fleet, remote: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
     with pytest.raises(ConfigError, match=word):
         fleet.engine("kv_both", remote=remote)
+
+
+def test_engines_listen_where_vllm_says(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    producer = fleet.engine("kv_producer", remote={"listen": ":0"})
+    consumer = fleet.engine("kv_consumer", remote={"listen": ":0"})
+    params = prefill(producer, prompt(ODD))
+    assert params["remote_host"] == "127.0.0.1"
+    decode(consumer, prompt(ODD), params)
+    assert consumer.count("hit_tokens|peer") == ODD
+    producer.wait_free()
 
 
 def test_without_nixl_an_engine_says_so(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

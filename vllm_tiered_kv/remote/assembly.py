@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from vllm_tiered_kv.remote.agent import RemoteAgent, RemoteSettings
 from vllm_tiered_kv.remote.channel import ControlSockets
 from vllm_tiered_kv.remote.memory import Heads, heads_of_rank
 from vllm_tiered_kv.remote.messages import MAX_GROUPS, MAX_RANKS, Identity
-from vllm_tiered_kv.remote.options import Handoff, RemoteOptions, parse_address
+from vllm_tiered_kv.remote.options import Address, Handoff, RemoteOptions, parse_listen
 from vllm_tiered_kv.remote.pages import contents_of
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def open_agent(
     except keys.KeyFileError as error:
         raise ConfigError(f"remote.key_file: {error}") from None
     sends, receives = compat.is_producer(vllm_config), compat.is_consumer(vllm_config)
-    address = parse_address(options.listen)
+    address = listen_address(options)
     if address.port:
         port = address.port + compat.engine_index(vllm_config)
         address = msgspec.structs.replace(address, port=port)
@@ -62,6 +63,19 @@ def open_agent(
         key.fingerprint,
     )
     return RemoteAgent(settings, sockets)
+
+
+def listen_address(options: RemoteOptions) -> Address:
+    """Where peers reach this engine, before its index is added.
+
+    Raises:
+        ConfigError: nowhere.
+    """
+    host_ip = os.environ.get("VLLM_HOST_IP", "")
+    try:
+        return parse_listen(options.listen, host_ip)
+    except ValueError as error:
+        raise ConfigError(f"remote.listen: {options.listen!r}: {error}") from None
 
 
 def introduce(agent: RemoteAgent, namespace: Namespace) -> None:
