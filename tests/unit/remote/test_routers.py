@@ -40,7 +40,6 @@ ASKED = {
     "remote_host": None,
     "remote_port": None,
 }
-OF_A_CLIENT = {"tiered_kv": {"store": False}}
 
 
 def by_json(params: Params) -> Params:
@@ -65,6 +64,7 @@ class Router(NamedTuple):
 
 ROUTERS = {
     "vllm-router": Router(ASKED, by_json),
+    "vllm-router, gRPC": Router(ASKED, by_floats),
     "llm-d, sidecar": Router(ASKED, by_json),
     "llm-d, sidecar with a source for offloaded KV": Router(
         {
@@ -85,8 +85,6 @@ ROUTERS = {
         ASKED, lambda said: {**by_json(said), "remote_host": "prefill.default.svc"}
     ),
     "Dynamo": Router(ASKED, by_json),
-    "Dynamo, with a client's": Router({**OF_A_CLIENT, **ASKED}, by_json),
-    "Dynamo, gRPC": Router({"do_remote_decode": True, "do_remote_prefill": False}, by_floats),
     "Ray Serve": Router(ASKED, by_value),
     "Ray Serve, tokens of the prompt": Router(
         ASKED, lambda said: {**said, "prompt_token_ids": [1, 2, 3]}
@@ -101,8 +99,6 @@ def read(raw: Params) -> RemoteParams:
 
 def test_what_prefill_gets_asks_for_a_hand_over(router: Router) -> None:
     assert read(by_json(router.asked)) == RemoteParams(Wish.SEND)
-    wants = parse_params(router.asked)
-    assert wants.store is ("tiered_kv" not in router.asked)
 
 
 def test_what_decode_gets_has_the_ticket(router: Router) -> None:
