@@ -13,10 +13,12 @@ import pytest
 
 from tests.scheduler.near import NearTransport
 from tests.scheduler.sim import BLOCK, Sim, prompt
+from tests.scheduler.tokens import LAYERS
 from vllm_tiered_kv import assemble
 from vllm_tiered_kv.config import ConfigError
 from vllm_tiered_kv.remote import assembly, keys
 from vllm_tiered_kv.remote.agent import GRACE, RemoteAgent
+from vllm_tiered_kv.remote.handoff import State
 from vllm_tiered_kv.remote.messages import Identity
 
 TO_PRODUCER = {
@@ -239,16 +241,54 @@ def test_a_full_local_hit_gives_the_lease_back(producer: Engine, consumer: Engin
     assert not consumer.failures
 
 
-def test_two_who_go_on_from_one_prompt(producer: Engine, consumer: Engine) -> None:
-    tokens = prompt(ODD)
+@pytest.mark.parametrize("length", [ODD, 5 * BLOCK])
+def test_two_who_go_on_from_one_prompt_read_it_once(
+    producer: Engine, consumer: Engine, length: int
+) -> None:
+    tokens = prompt(length)
     params = prefill(producer, tokens)
-    for name in ("d0", "d1"):
-        consumer.sim.add(name, tokens, 4, params=dict(params))
+    both_asked(consumer, tokens, params)
+    assert consumer.transport.reads == 1
+    consumer.transport.release()
     consumer.sim.run()
+    whole = -(-length // BLOCK)
+    # The other one reads the last block: vLLM finds none that has a prompt's last token.
+    assert consumer.transport.nbytes == (whole + 1) * LAYERS * BLOCK * 8
+    assert consumer.count("hit_tokens|peer") == length + (length - 1) % BLOCK + 1
     for name in ("d0", "d1"):
         assert consumer.sim.outputs[name] == consumer.sim.expected(name)
+    assert not consumer.failures
     producer.wait_free()
     consumer.sim.check_quiet()
+
+
+def test_when_the_first_of_two_reads_fails_the_other_one_reads(
+    producer: Engine, consumer: Engine
+) -> None:
+    tokens = prompt(ODD)
+    both_asked(consumer, tokens, prefill(producer, tokens))
+    consumer.transport.give_up()
+    consumer.transport.is_held = False
+    consumer.sim.run()
+    consumer.transport.land()
+    for name in ("d0", "d1"):
+        assert consumer.sim.outputs[name] == consumer.sim.expected(name)
+    assert consumer.count("handoffs|failed") == 1
+    consumer.sim.complete("last", prompt(BLOCK, seed=77), 1)
+    consumer.wait_free()
+    producer.wait_free()
+
+
+def both_asked(consumer: Engine, tokens: list[int], params: dict[str, Any]) -> None:
+    """Two requests have the lease, and one of them reads."""
+    consumer.transport.is_held = True
+    for name in ("d0", "d1"):
+        consumer.sim.add(name, tokens, 4, params=dict(params))
+    wait_held(consumer)
+    waiting = consumer.sim.half._requests["d1"]
+    wait(lambda: waiting.handoff.state is State.GRANTED, "no lease")
+    for _ in range(5):
+        consumer.sim.advance()
 
 
 def test_several_ranks(fleet: Fleet) -> None:
@@ -518,6 +558,21 @@ def test_a_producer_that_is_gone(fleet: Fleet, consumer: Engine) -> None:
     decode(consumer, tokens, params)
     assert consumer.failures == {"remote_unanswered": 1}
     consumer.sim.check_quiet()
+
+
+def test_a_producer_that_is_forgotten_and_wanted_in_one_step(
+    producer: Engine, consumer: Engine
+) -> None:
+    decode(consumer, prompt(ODD), prefill(producer, prompt(ODD), "p1"), "d1")
+    other = prompt(ODD, seed=4)
+    consumer.sim.add("d2", other, 3, params=prefill(producer, other, "p2"))
+    handoff = consumer.sim.half._requests["d2"].handoff
+    wait(lambda: handoff.state is State.GRANTED, "no lease")
+    consumer.remote.agent._gone.append(producer.remote.agent.engine)
+    consumer.sim.run()
+    assert consumer.sim.outputs["d2"] == consumer.sim.expected("d2")
+    assert consumer.count("hit_tokens|peer") == 2 * ODD
+    assert not consumer.failures
 
 
 def test_a_reset_ends_hand_overs(producer: Engine, consumer: Engine) -> None:

@@ -35,8 +35,6 @@ ADAPTER_PATIENCE = 0.5
 """Seconds the first look-up with a LoRA adapter waits at most for the digest of its weights."""
 CONNECT_PATIENCE = 2.0
 """Seconds the first look-ups of an engine wait at most for its ranks; it takes milliseconds."""
-PULL_PATIENCE = 5.0
-"""Seconds a look-up waits at most for a lease; what grants it is given up earlier."""
 MAX_FAILED_LOADS = 1
 """A request whose loads failed so often is computed: it must come to an end."""
 
@@ -84,7 +82,7 @@ class LoadPlanner:
         """Offer what another engine hands over beyond what the tiers have."""
         found = pulls.beyond(state, computed, tokens)
         if found is None or len(self._core.ledger.loads) >= MAX_LOADS:
-            if self._wait(state, PULL_PATIENCE):
+            if self._wait(state, pulls.patience(state)):
                 return None
             pulls.drop(state)
             return tokens
