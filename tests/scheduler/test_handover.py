@@ -229,8 +229,11 @@ def wait_held(engine: Engine, reads: int = 1) -> None:
         engine.sim.advance()
 
 
-def test_a_full_local_hit_gives_the_lease_back(producer: Engine, consumer: Engine) -> None:
-    tokens = prompt(4 * BLOCK)
+@pytest.mark.parametrize("length", [4 * BLOCK, 4 * BLOCK + 1])
+def test_a_full_local_hit_gives_the_lease_back(
+    producer: Engine, consumer: Engine, length: int
+) -> None:
+    tokens = prompt(length)
     decode(consumer, tokens, prefill(producer, tokens, "p1"), "d1")
     consumer.sim.settle()
     for i in range(2):
