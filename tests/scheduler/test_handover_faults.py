@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.handover import (
+    LEASE,
     ODD,
     TO_PRODUCER,
     Engine,
@@ -51,6 +52,27 @@ def test_aborts_before_anything_is_asked_give_the_blocks_back(
     consumer.sim.run()
     producer.wait_free()
     assert consumer.is_free()
+
+
+def test_a_rank_stands_still_when_it_is_about_to_look(producer: Engine, consumer: Engine) -> None:
+    consumer.sim.worker._worker.remote._pulls._clock = consumer.clock
+    consumer.transport.is_held = True
+    consumer.sim.add("d", prompt(ODD), 3, params=prefill(producer, prompt(ODD)))
+    wait_held(consumer)
+    poll = consumer.transport.poll
+
+    def late() -> Any:
+        if consumer.transport.held:
+            consumer.clock.ahead += 2 * LEASE
+            consumer.transport.release()
+        return poll()
+
+    consumer.transport.poll = late
+    consumer.sim.run()
+    assert consumer.sim.outputs["d"] == consumer.sim.expected("d")
+    assert consumer.count("hit_tokens|peer") == 0
+    assert "remote_lease" in consumer.failures
+    consumer.sim.check_quiet()
 
 
 def test_a_read_that_fails_is_recomputed(producer: Engine, consumer: Engine) -> None:

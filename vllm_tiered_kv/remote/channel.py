@@ -166,7 +166,7 @@ class ControlSockets:
         try:
             socket = self._peers.get(address) or self._connect(address)
             socket.send(data, zmq.NOBLOCK)
-        except (zmq.ZMQError, OSError, ValueError):  # no address at all is one of these
+        except (zmq.ZMQError, OSError):
             return False
         return True
 
@@ -179,7 +179,7 @@ class ControlSockets:
             socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
             socket.connect(address.endpoint)
-        except (zmq.ZMQError, ValueError):
+        except zmq.ZMQError:
             socket.close(0)
             raise
         self._peers[address] = socket

@@ -156,11 +156,12 @@ class Pulls:
 
     def take(self) -> list[tuple[int, JobStatus, PullResult]]:
         """Pulls that have ended since the last call; each once."""
-        now = self._clock()
         refused, self._refused = self._refused, []
+        ended = self._puller.poll()
+        now = self._clock()  # not before: who stood still in between may look at late bytes
         nothing = PullResult(0, 0.0, now, may_write=False)
         told = [(job, JobStatus.FAILED, nothing) for job in refused]
-        for result in self._puller.poll():
+        for result in ended:
             if result.outcome is not Outcome.DONE:
                 self._fail(result.kind or "remote_peer", f"a pull did not arrive: {result.reason}")
             may_write = result.memory is Memory.QUARANTINED
