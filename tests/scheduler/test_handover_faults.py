@@ -85,6 +85,17 @@ def test_a_read_that_fails_is_recomputed(producer: Engine, consumer: Engine) -> 
     consumer.sim.check_quiet()
 
 
+def test_what_the_transport_counts_is_counted_once(producer: Engine, consumer: Engine) -> None:
+    counts = [{"remote_rebuilt": 1, "remote_disconnected": 1}]
+    consumer.transport.take_counts = lambda: (
+        counts.pop() if counts and consumer.transport.reads else {}
+    )
+    consumer.transport.is_broken = True
+    decode(consumer, prompt(ODD), prefill(producer, prompt(ODD)))
+    assert consumer.count("failures|remote_rebuilt") == 1
+    assert consumer.count("failures|remote_disconnected") == 1
+
+
 @pytest.mark.parametrize("is_aborted", [False, True], ids=["recomputed", "aborted"])
 def test_what_is_given_up_keeps_its_blocks_until_it_writes_no_more(
     producer: Engine, consumer: Engine, is_aborted: bool

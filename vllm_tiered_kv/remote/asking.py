@@ -342,9 +342,10 @@ class Client:
 
     def _failed(self, peer: _Peer, question: _Question, now: float) -> None:
         """A question was not answered in time, or could not be asked."""
-        peer.failures += 1
-        quiet = min(MAX_QUIET_SECONDS, QUIET_SECONDS * 2 ** min(peer.failures, 16))
-        peer.quiet_until = now + quiet
+        if now >= peer.quiet_until:  # else other questions of the same time failed as well
+            peer.failures += 1
+            quiet = min(MAX_QUIET_SECONDS, QUIET_SECONDS * 2 ** min(peer.failures, 16))
+            peer.quiet_until = now + quiet
         sentence = (
             f"{peer.address} does not answer: it is not there, is stopped, or has another key"
         )

@@ -81,13 +81,12 @@ class LoadPlanner:
     ) -> int | None:
         """Offer what another engine hands over beyond what the tiers have."""
         found = pulls.beyond(state, computed, tokens)
+        if found is not None and found[0] >= found[1]:
+            return tokens
         if found is None or len(self._core.ledger.loads) >= MAX_LOADS:
             if self._wait(state, pulls.patience(state)):
                 return None
             pulls.drop(state)
-            return tokens
-        start, end = found
-        if start >= end:
             return tokens
         if self._awaits_room(state):
             return None
@@ -96,7 +95,7 @@ class LoadPlanner:
             return tokens
         state.ruling = None  # the gate is not asked about this
         state.pull = found
-        return end - computed
+        return found[1] - computed
 
     def _may_load(self, state: RequestState) -> bool:
         may = state.params.load and state.failed_loads < MAX_FAILED_LOADS

@@ -20,7 +20,12 @@ from tests.unit.remote._wire import (
     memory,
 )
 from vllm_tiered_kv.remote import serving
-from vllm_tiered_kv.remote.asking import ASK_SECONDS, IDLE_SECONDS, MAX_QUIET_SECONDS
+from vllm_tiered_kv.remote.asking import (
+    ASK_SECONDS,
+    IDLE_SECONDS,
+    MAX_QUIET_SECONDS,
+    QUIET_SECONDS,
+)
 from vllm_tiered_kv.remote.handoff import Handoff, State
 from vllm_tiered_kv.remote.messages import (
     MAX_ASK_BYTES,
@@ -190,6 +195,17 @@ def test_silence_grows_with_each_failure_and_ends_with_an_answer(wire: Wire) -> 
     assert silences[-1] <= MAX_QUIET_SECONDS
     granted(wire)
     assert wire.producer is not None
+    assert wire.open(wire.producer.offer()).state is State.ASKING
+
+
+def test_many_questions_that_fail_at_once_are_one_silence(wire: Wire) -> None:
+    assert wire.producer is not None
+    for _ in range(20):
+        wire.open(wire.producer.offer())
+    wire.asks.clear()
+    wire.pass_time(ASK_SECONDS)
+    assert wire.open(wire.producer.offer()).state is State.OVER
+    wire.now += 2 * QUIET_SECONDS
     assert wire.open(wire.producer.offer()).state is State.ASKING
 
 
