@@ -27,7 +27,7 @@ from vllm_tiered_kv.remote.agent import GRACE
 from vllm_tiered_kv.remote.handoff import State
 
 
-@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, ODD, 20 * BLOCK])
+@pytest.mark.parametrize("length", [2, BLOCK - 1, BLOCK, BLOCK + 1, ODD, 20 * BLOCK])
 def test_all_but_the_last_token_comes_from_the_producer(
     producer: Engine, consumer: Engine, length: int
 ) -> None:
@@ -40,6 +40,13 @@ def test_all_but_the_last_token_comes_from_the_producer(
     producer.wait_free()
     consumer.sim.check_quiet()
     producer.sim.check_quiet()
+
+
+def test_a_prompt_of_one_token_is_computed(producer: Engine, consumer: Engine) -> None:
+    decode(consumer, prompt(1), prefill(producer, prompt(1)))
+    assert consumer.transport.reads == 0
+    assert not consumer.failures
+    producer.wait_free()
 
 
 def test_a_producer_ends_its_request_and_keeps_the_blocks(producer: Engine) -> None:
@@ -237,6 +244,28 @@ def test_an_aborted_prefill_is_not_handed_over(producer: Engine) -> None:
     producer.sim.abort("p")
     producer.sim.run()
     assert producer.sim.handed == {}
+    producer.wait_free()
+
+
+def test_a_prefill_that_is_preempted_between_its_steps_is_handed_over(
+    fleet: Fleet, consumer: Engine
+) -> None:
+    producer = fleet.engine(
+        "kv_producer",
+        num_blocks=24,
+        max_num_batched_tokens=4 * BLOCK,
+        scheduler_reserve_full_isl=False,  # vLLM lets it begin without room for all of it
+    )
+    for i in range(2):  # they are about to take a block more each
+        producer.sim.add(f"other{i}", prompt(4 * BLOCK - 1, seed=i), 24)
+    for _ in range(2):
+        producer.sim.advance()
+    tokens = prompt(15 * BLOCK - 2, seed=9)  # and this one all the rest
+    producer.sim.add("p", tokens, 1, params=TO_PRODUCER)
+    producer.sim.run()
+    assert producer.sim.requests["p"].num_preemptions
+    decode(consumer, tokens, producer.sim.handed["p"])
+    assert consumer.count("hit_tokens|peer") == len(tokens)
     producer.wait_free()
 
 
