@@ -134,13 +134,13 @@ def test_a_producer_is_killed_and_comes_back(other: Mortal, consumer: Running, h
     """One request reads from it, one waits with a lease, one has not asked yet."""
     client = consumer.client
     texts = [fresh(1500), fresh(500), fresh(400)]
-    reading, leased, stale = (prefill(other.client, text) for text in texts)
     before, failed = pulled(client), failures(client)
     with hold.reads(), ThreadPoolExecutor(2) as pool:
-        coming = [pool.submit(decode, client, texts[0], reading)]
+        coming = [pool.submit(decode, client, texts[0], prefill(other.client, texts[0]))]
         hold.wait_reached()
         with occupied(client):
-            coming.append(pool.submit(decode, client, texts[1], leased))
+            stale = prefill(other.client, texts[2])
+            coming.append(pool.submit(decode, client, texts[1], prefill(other.client, texts[1])))
             client.wait_for_metrics(lambda metrics: metrics.value("vllm:num_requests_waiting") == 2)
             kill(other.running)
             hold.go_on()
@@ -184,12 +184,11 @@ def test_a_request_waits_for_longer_than_its_lease(
 ) -> None:
     client = consumer.client
     text = fresh(700)
-    params = pair.prefill(text)
     before, failed = pulled(client), failures(client)
     quiet = contextlib.nullcontext() if is_renewed else hold.muted()
     with quiet, ThreadPoolExecutor(1) as pool:
         with occupied(client):
-            coming = pool.submit(decode, client, text, params)
+            coming = pool.submit(decode, client, text, pair.prefill(text))
             client.wait_for_metrics(lambda metrics: metrics.value("vllm:num_requests_waiting") == 1)
             time.sleep(1.3 * LEASE)  # the lease's own time is what this is about
             assert not coming.done()

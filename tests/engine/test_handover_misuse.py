@@ -44,11 +44,10 @@ def test_a_hundred_aborts_while_bytes_are_on_their_way_leak_nothing(pair: Pair) 
     before, failed = pair.pulled(), pair.failures()
     for _ in range(ROUNDS):
         wait(lambda: in_flight(consumer, "load") == 0, "reads do not end")
-        handed = [pair.prefill(text) for text in texts]
         with pair.held.reads():
             with contextlib.ExitStack() as going:
-                for text, params in zip(texts, handed, strict=True):
-                    going.enter_context(begun(consumer, text, params))
+                for text in texts:
+                    going.enter_context(begun(consumer, text, pair.prefill(text)))
                 consumer.wait_for_metrics(
                     lambda metrics: metrics.value(IN_FLIGHT, direction="load") == AT_ONCE
                 )

@@ -55,12 +55,8 @@ def differences(theirs: Facts, ours: Facts) -> str:
 
 
 def _leaves(name: str, value: object) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str) and value[:1] in ("{", "["):
-        try:
-            value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, RecursionError):
-            yield _fact(name, value)
-            return
+    if isinstance(value, str):
+        value = _parsed(value)
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}" if name else str(key), inner)
@@ -69,6 +65,16 @@ def _leaves(name: str, value: object) -> Iterator[tuple[str, str]]:
             yield from _leaves(f"{name}.{i}", inner)
     else:
         yield _fact(name, value if isinstance(value, str) else msgspec.json.encode(value).decode())
+
+
+def _parsed(text: str) -> object:
+    """What JSON text says; any other text as it is."""
+    if text[:1] not in ("{", "["):
+        return text
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
 
 
 def _fact(name: str, value: str) -> tuple[str, str]:
