@@ -86,7 +86,7 @@ def hold(tmp_path_factory: pytest.TempPathFactory) -> Held:
 def consumer(servers: Pool, fleet_key: Path, hold: Held) -> Iterator[Running]:
     """A consumer for this module alone; it runs one request at once."""
     options: dict[str, Any] = {
-        "kv_transfer_config": held_config("kv_consumer", fleet_key),
+        "kv_transfer_config": held_config("kv_consumer", fleet_key, deadline=12.0),
         "args": ["--max-num-seqs=1"],
         "env": hold.env,
     }
