@@ -17,10 +17,11 @@ from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.remote import keys
 from vllm_tiered_kv.remote.agent import RemoteAgent, RemoteSettings
 from vllm_tiered_kv.remote.channel import ControlSockets
+from vllm_tiered_kv.remote.facts import IdentityFacts, facts_of
 from vllm_tiered_kv.remote.memory import Heads, heads_of_rank
 from vllm_tiered_kv.remote.messages import MAX_GROUPS, MAX_RANKS, Identity
 from vllm_tiered_kv.remote.options import Address, Handoff, RemoteOptions, parse_listen
-from vllm_tiered_kv.remote.pages import contents_of
+from vllm_tiered_kv.remote.pages import contents_of, page_contents
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import KVCacheConfig, VllmConfig
@@ -81,7 +82,9 @@ def listen_address(options: RemoteOptions) -> Address:
 def introduce(agent: RemoteAgent, namespace: Namespace) -> None:
     """Tell the agent what this engine's KV means, now that it is known; any thread."""
     if namespace.persistent:
-        agent.identify(Identity(namespace.semantic_digest, contents_of(namespace.layout)))
+        identity = Identity(namespace.semantic_digest, contents_of(namespace.layout))
+        contents = page_contents(namespace.layout)
+        agent.identify(identity, IdentityFacts(facts_of(namespace.semantic), facts_of(contents)))
         return
     why = f"no other engine can tell what its KV means: {namespace.reason}"
     logger.warning("tiered-kv: this engine hands nothing over and takes nothing: %s", why)

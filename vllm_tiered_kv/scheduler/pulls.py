@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from vllm_tiered_kv.scheduler.core import Core
     from vllm_tiered_kv.scheduler.requests import RequestState
 
+LEASE_PATIENCE = 5.0
+"""Seconds a look-up waits at most for a lease; what grants it is given up earlier."""
 MAX_HELD_SHARE = 0.25
 """With more than this share of the device's blocks in quarantine nothing is pulled."""
 
@@ -81,6 +83,8 @@ class Pulls:
         self._known: dict[str, int] = {}
         """Engines whose memory the ranks know, and of which generation."""
         self._active: dict[int, ActivePull] = {}
+        self._pulling: dict[tuple[str, int], int] = {}
+        """By producer and lease, the pull under way that was begun last."""
         self._quarantined: dict[int, ActivePull] = {}
         self.held = 0
         """Blocks in quarantine."""
@@ -132,7 +136,26 @@ class Pulls:
             self._core.fail("remote_proof", "what was handed over is not of this prompt; ignored")
             self.drop(state)
             return start, start
-        return start, max(start, handoff.ticket.tokens)
+        end = handoff.ticket.tokens
+        if start >= state.request.num_tokens - 1:
+            return start, start  # the last token is computed in any case
+        if _name(handoff) in self._pulling and self._will_be_there(state, start, end):
+            return None
+        return start, max(start, end)
+
+    def patience(self, state: RequestState) -> float:
+        """Seconds that the answer "ask again" may be given."""
+        handoff = state.handoff
+        if handoff is not None and handoff.state is State.GRANTED:
+            return self._deadline  # another request's pull of the same has ended by then
+        return LEASE_PATIENCE
+
+    def _will_be_there(self, state: RequestState, start: int, end: int) -> bool:
+        """Whether a request finds on the device some of what another one pulls: whole blocks, and
+        never its last token's."""
+        block = self._core.geometry.hash_tokens
+        found = min(end, state.request.num_tokens - 1) // block
+        return self._core.settings.shares_device_prefixes and found > start // block
 
     def drop(self, state: RequestState) -> None:
         """The request does not want what was handed over to it, or has it."""
@@ -198,6 +221,7 @@ class Pulls:
         self._introduce(granted.memory)
         active = ActivePull(handoff, tuple(b for group in local for b in group), end - start)
         self._active[job] = active
+        self._pulling[_name(handoff)] = job
         state.handoff = None
         memory = granted.memory
         return PullJob(memory.engine, tuple(local), tuple(remote), self._deadline), active
@@ -213,6 +237,8 @@ class Pulls:
         active = self._active.pop(job, None)
         if active is None:
             return
+        if self._pulling.get(_name(active.handoff)) == job:
+            del self._pulling[_name(active.handoff)]
         self._count(active, good=good)
         if not active.writers or self._pool is None:
             self._agent.release(active.handoff)
@@ -251,4 +277,10 @@ class Pulls:
         """Take in what the agent has to say."""
         for engine in self._agent.take_gone():
             if self._known.pop(engine, None) is not None:
+                self.peers = [memory for memory in self.peers if memory.engine != engine]
                 self.gone.append(engine)
+
+
+def _name(handoff: Handoff) -> tuple[str, int]:
+    """What is the same for all who were handed the same."""
+    return handoff.ticket.engine, handoff.ticket.lease

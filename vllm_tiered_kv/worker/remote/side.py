@@ -119,10 +119,10 @@ class RemoteSide:
         """Know the engines that this step's pulls come from."""
         if self._pulls is None:
             return
+        for engine in plan.gone:  # first: who is gone may have come back since
+            self._pulls.part(engine)
         for memory in plan.peers:
             self._pulls.meet(memory)
-        for engine in plan.gone:
-            self._pulls.part(engine)
 
     def begin(self, load: LoadJob, mark: Any, *, holds: bool) -> bool:
         """Begin what a load pulls, if it does.
