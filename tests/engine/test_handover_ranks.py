@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.engine._handover import (
     settled,
 )
 from tests.engine._server import BLOCK_TOKENS, Pool, Running, assert_same_output
+from tools.serving.process import free_ports
 
 pytest.importorskip("nixl")
 
@@ -88,7 +88,7 @@ def test_many_at_once_both_ways(pair: Pair, wide: Running) -> None:
 def test_data_parallel_engines_choose_ports_of_their_own(
     servers: Pool, pair: Pair, fleet_key: Path
 ) -> None:
-    port = two_free_ports()
+    port = free_ports(2)
     options = config("kv_producer", fleet_key, listen=f"127.0.0.1:{port}")
     args = ["--data-parallel-size=2", "--api-server-count=1"]
     with servers.private(kv_transfer_config=options, args=args, env=A_PROCESSOR_EACH) as running:
@@ -105,19 +105,6 @@ def test_data_parallel_engines_choose_ports_of_their_own(
             assert pair.pulled() - before == len(text)
             assert_same_output(alone(pair.producer.client, text), got)
         assert len(names) == 2
-
-
-def two_free_ports() -> int:
-    """A port that nothing listens on, nor on the one after it."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 # -- what takes minutes ------------------------------------------------------------------------

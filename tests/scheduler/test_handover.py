@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.scheduler.handover import (
     LEASE,
@@ -22,6 +24,7 @@ from tests.scheduler.handover import (
 from tests.scheduler.neighbour import Desk, beside
 from tests.scheduler.sim import BLOCK, prompt
 from tests.scheduler.tokens import LAYERS
+from tools.serving.process import free_ports
 from vllm_tiered_kv.config import ConfigError
 from vllm_tiered_kv.remote import assembly
 from vllm_tiered_kv.remote.agent import GRACE
@@ -252,6 +255,30 @@ def test_within_multi_connector(fleet: Fleet) -> None:
     producer.wait_free()
     consumer.sim.check_quiet()
     producer.sim.check_quiet()
+
+
+def test_engines_of_one_deployment_listen_side_by_side(
+    fleet: Fleet, consumer: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listen = f"127.0.0.1:{free_ports(2)}"
+    configure = EngineArgs.create_engine_config
+
+    indices = itertools.count()
+
+    def numbered(args: EngineArgs, *others: Any, **options: Any) -> Any:
+        config = configure(args, *others, **options)
+        config.parallel_config.data_parallel_index = next(indices)  # as vLLM's engine core does
+        return config
+
+    monkeypatch.setattr(EngineArgs, "create_engine_config", numbered)
+    ports = []
+    for i in range(2):
+        producer = fleet.engine("kv_producer", remote={"listen": listen})
+        params = prefill(producer, prompt(ODD, seed=i))
+        ports.append(params["remote_port"])
+        decode(consumer, prompt(ODD, seed=i), params, f"d{i}")
+    assert consumer.count("hit_tokens|peer") == 2 * ODD
+    assert ports == [int(listen.rpartition(":")[2]) + i for i in range(2)]
 
 
 # -- what is not handed over -------------------------------------------------------------
