@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         Request,
         SchedulerOutput,
     )
-    from vllm_tiered_kv.remote.handoff import PeerMemory
+    from vllm_tiered_kv.scheduler.handing import Handed
     from vllm_tiered_kv.tiers.disk.agent import DiskAgent
 
 
@@ -63,11 +63,11 @@ class SchedulerHalf:
         self._on_shutdown = on_shutdown
         self.core = Core(settings, clock, agent)
         self.gate = RequestGate(self.core)
-        self.remote = RemotePlanner(self.core, remote) if remote is not None else None
+        self.stores = StorePlanner(self.core, self._drain_once)
+        self.remote = RemotePlanner(self.core, self.stores, remote) if remote is not None else None
         """Hand-overs between engines; None without."""
         pulls = self.remote.pulls if self.remote is not None else None
         self.loads = LoadPlanner(self.core, self.gate, pulls)
-        self.stores = StorePlanner(self.core, self._drain_once)
         self.first_tokens = FirstTokens(self.core)
         self._endpoint = endpoint
         self._setup = Setup(
@@ -216,23 +216,13 @@ class SchedulerHalf:
             not output.num_scheduled_tokens,
             tuple(self.core.adapters.watch),
             tuple(self.core.adapters.unwatch),
-            *self._peers(),
+            *(self.remote.take_news() if self.remote is not None else ()),
         )
         for sent in (loads.jobs, stores.jobs, stores.fences, loads.cancels, loads.refail):
             sent.clear()
         self.core.adapters.watch.clear()
         self.core.adapters.unwatch.clear()
         return plan
-
-    def _peers(self) -> tuple[tuple[PeerMemory, ...], tuple[str, ...]]:
-        """Other engines' memory that the ranks are told of with this step, and who is gone."""
-        if self.remote is None:
-            return (), ()
-        pulls = self.remote.pulls
-        said = tuple(pulls.peers), tuple(pulls.gone)
-        pulls.peers.clear()
-        pulls.gone.clear()
-        return said
 
     def step_ended(self) -> None:
         """vLLM has taken in the output of the oldest step that was planned."""
@@ -298,10 +288,8 @@ class SchedulerHalf:
             elif request_id in output.finished_recving:
                 self._parked.add(request_id)
 
-    def finished(
-        self, request: Request, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
-        """The request ends; its blocks are freed when this returns.
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Handed | None:
+        """The request ends; its blocks are freed when this returns, unless they are waited for.
 
         Returns:
             What another engine can go on from; None if nothing is handed over.

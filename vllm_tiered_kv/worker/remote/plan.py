@@ -138,6 +138,21 @@ def place_entries(
     return Places(blocks[block // per_slot], block % per_slot, index % entries)
 
 
+def check_places(places: Places, group: GroupLayout) -> None:
+    """See that a group has all of these.
+
+    Raises:
+        OutOfRange: a block doesn't exist.
+    """
+    if len(places.blocks) and not (
+        places.blocks.min() >= 0
+        and places.blocks.max() < group.num_blocks
+        and places.within.min() >= 0
+        and places.within.max() < group.per_slot
+    ):
+        raise OutOfRange(f"a block is not one of {group.num_blocks}")
+
+
 def whole_slots(slots: Int64s) -> Places:
     """Slots for a read along :func:`plan_slot_routes`."""
     nothing = np.zeros(len(slots), dtype=np.int64)
@@ -152,14 +167,8 @@ def plan_read(routes: GroupRoutes, local: Places, remote: Places) -> list[Runs]:
     """
     if len(local.blocks) != len(remote.blocks):
         raise OutOfRange(f"{len(remote.blocks)} entries for {len(local.blocks)} places")
-    for places, group in ((local, routes.local), (remote, routes.remote)):
-        if len(places.blocks) and not (
-            places.blocks.min() >= 0
-            and places.blocks.max() < group.num_blocks
-            and places.within.min() >= 0
-            and places.within.max() < group.per_slot
-        ):
-            raise OutOfRange(f"a block is not one of {group.num_blocks}")
+    check_places(local, routes.local)
+    check_places(remote, routes.remote)
     return [_runs(route, local, remote) for route in routes.routes if len(local.blocks)]
 
 
