@@ -260,7 +260,7 @@ class RemoteAgent:
             self._do(self._client.heard, address, data)
         self._freed.extend(self._server.take_freed())
         for peer, answer in self._server.take_late():
-            self._do(self._sockets.reply, peer, answer)
+            self._do(self._reply, peer, answer)
         gone, self._client.gone = self._client.gone, []
         self._gone.extend(gone)
         self._ready = self._server.is_ready
@@ -287,7 +287,10 @@ class RemoteAgent:
     def _serve(self, peer: bytes, data: bytes) -> None:
         answer = self._server.answer(peer, data)
         if answer is not None:
-            self._sockets.reply(peer, answer)
+            self._reply(peer, answer)
+
+    def _reply(self, peer: bytes, answer: bytes) -> None:
+        self._sockets.reply(peer, answer)
 
     def _do(self, call: Callable[..., None], *args: object) -> None:
         try:

@@ -146,6 +146,12 @@ class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
     sums: Sums = ()
 
 
+class Coming(msgspec.Struct, frozen=True, array_like=True, tag="coming"):
+    """It is being got ready; the question will be answered."""
+
+    number: Count
+
+
 class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
     """These are good for so many seconds from when you asked; those not named are over."""
 
@@ -176,7 +182,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 Ask = Hello | Take | Renew | Release
-Answer = Welcome | Granted | Renewed | Refused
+Answer = Welcome | Granted | Coming | Renewed | Refused
 
 T = TypeVar("T")
 

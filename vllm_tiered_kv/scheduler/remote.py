@@ -6,13 +6,13 @@ Scheduler thread only; the control channel is the agent's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.params import ParamsError
 from vllm_tiered_kv.protocol import RemoteSetup, SumJob, WorkerReport
-from vllm_tiered_kv.remote.params import parse_remote
+from vllm_tiered_kv.remote.params import Wish, parse_remote
 from vllm_tiered_kv.scheduler.disk import Since
 from vllm_tiered_kv.scheduler.handing import Handed, HandingOptions, HandOvers
 from vllm_tiered_kv.scheduler.pulls import Pulls
@@ -85,6 +85,17 @@ class RemotePlanner:
             return
         self.pulls.arrived(state)
 
+    def planned(
+        self, state: RequestState, computed: int, tables: Callable[[], Sequence[Sequence[int]]]
+    ) -> None:
+        """A step is planned, with which so many of the request's tokens are computed."""
+        if state.remote.wish is not Wish.SEND:
+            return
+        try:
+            self.handing.planned(state, computed, tables)
+        except Exception:  # noqa: BLE001 - it would end the engine
+            self._core.bug("getting a prompt ready to be handed over")
+
     def finished(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> Handed | None:
         """A request ends: what another engine goes on from, if anything."""
         try:
@@ -107,12 +118,12 @@ class RemotePlanner:
         if report.settled:
             self.pulls.settled(report.rank, report.settled)
         for sums in report.sums:
-            self.handing.summed(report.rank, sums.lease, sums.groups)
+            self.handing.readying.summed(report.rank, sums.lease, sums.groups)
 
     def take_news(self) -> RemoteNews:
         """What the ranks are to be told with this step; once."""
         pulls, handing = self.pulls, self.handing
-        news = pulls.peers, pulls.gone, handing.sums, handing.sent
+        news = pulls.peers, pulls.gone, handing.readying.sums, handing.sent
         told = RemoteNews(tuple(news[0]), tuple(news[1]), tuple(news[2]), tuple(news[3]))
         for each in news:
             each.clear()
