@@ -20,6 +20,7 @@ import msgspec
 from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.remote.asking import Client
 from vllm_tiered_kv.remote.channel import ControlSockets
+from vllm_tiered_kv.remote.facts import UNTOLD, IdentityFacts
 from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory
 from vllm_tiered_kv.remote.leases import LeaseTable
 from vllm_tiered_kv.remote.memory import RankLayout
@@ -141,10 +142,10 @@ class RemoteAgent:
 
     # -- what is wanted: a producer ----------------------------------------------------
 
-    def identify(self, identity: Identity) -> None:
-        """What this engine's KV means is known; any thread."""
-        self._insist(self._server.identify, identity)
-        self._insist(self._client.identify, identity)
+    def identify(self, identity: Identity, facts: IdentityFacts = UNTOLD) -> None:
+        """What this engine's KV means is known, and in words; any thread."""
+        self._insist(self._server.identify, identity, facts)
+        self._insist(self._client.identify, identity, facts)
 
     def remember(self, layout: RankLayout, endpoint: Endpoint | None) -> None:
         """How a rank's pages lie, and how peers can read them."""
