@@ -151,8 +151,10 @@ class RemoteAgent:
         """How a rank's pages lie, and how peers can read them."""
         self._insist(self._learn, layout, endpoint)
 
-    def offer(self, offer: Offer, proof: bytes) -> tuple[Ticket, str] | None:
-        """Hand KV over to who comes with the ticket.
+    def promise(self, tokens: int, proof: bytes) -> tuple[Ticket, str] | None:
+        """Hand the KV of so many tokens over to who comes with the ticket.
+
+        Who comes waits until :meth:`settle` has said where it is.
 
         Returns:
             The ticket, and the same sealed; None if nothing can be handed over now. Else the memory
@@ -167,13 +169,17 @@ class RemoteAgent:
             address.host,
             address.port,
             next(self._numbers),
-            offer.tokens,
+            tokens,
             proof,
         )
-        if not self._say(self._server.offer, ticket.lease, offer):
+        if not self._say(self._server.promise, ticket.lease):
             return None
         self._outstanding += 1
         return ticket, seal(ticket, self.settings.sealing)
+
+    def settle(self, lease: int, offer: Offer) -> None:
+        """What was promised is there."""
+        self._insist(self._server.settle, lease, offer)
 
     # -- what is wanted: a consumer ----------------------------------------------------
 
@@ -254,6 +260,8 @@ class RemoteAgent:
         for address, data in heard.answers:
             self._do(self._client.heard, address, data)
         self._freed.extend(self._server.take_freed())
+        for peer, answer in self._server.take_late():
+            self._do(self._reply, peer, answer)
         gone, self._client.gone = self._client.gone, []
         self._gone.extend(gone)
         self._ready = self._server.is_ready
@@ -280,7 +288,10 @@ class RemoteAgent:
     def _serve(self, peer: bytes, data: bytes) -> None:
         answer = self._server.answer(peer, data)
         if answer is not None:
-            self._sockets.reply(peer, answer)
+            self._reply(peer, answer)
+
+    def _reply(self, peer: bytes, answer: bytes) -> None:
+        self._sockets.reply(peer, answer)
 
     def _do(self, call: Callable[..., None], *args: object) -> None:
         try:

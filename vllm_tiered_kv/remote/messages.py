@@ -13,17 +13,19 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from vllm_tiered_kv.remote.facts import Facts
-from vllm_tiered_kv.remote.memory import RankLayout
+from vllm_tiered_kv.remote.memory import Place, RankLayout
 from vllm_tiered_kv.remote.ticket import Count, Incarnation
 from vllm_tiered_kv.remote.transport import Endpoint
 
-VERSION = 1
+VERSION = 2
 MAX_ASK_BYTES = 1 << 16
 MAX_ANSWER_BYTES = 1 << 24
 MAX_RANKS = 64
 MAX_GROUPS = 16
 MAX_BLOCKS = 1 << 20
 """Of one hand-over in one KV cache group."""
+MAX_SUMS = 1 << 22
+"""Bytes of one hand-over's checksums in one KV cache group on one rank."""
 MAX_HOLDS = 256
 """Leases in one message."""
 
@@ -33,6 +35,19 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 MAX_SENTENCE = 1000
 _Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE)]
+
+
+Sums = Annotated[
+    tuple[
+        Annotated[
+            tuple[Annotated[bytes, msgspec.Meta(max_length=MAX_SUMS)], ...],
+            msgspec.Meta(max_length=MAX_GROUPS),
+        ],
+        ...,
+    ],
+    msgspec.Meta(max_length=MAX_RANKS),
+]
+"""Checksums, by rank and KV cache group, see `worker.remote.checksums`; none: there are none."""
 
 
 class MessageError(ValueError):
@@ -128,7 +143,15 @@ class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
         tuple[Annotated[tuple[Block, ...], msgspec.Meta(max_length=MAX_BLOCKS)], ...],
         msgspec.Meta(min_length=1, max_length=MAX_GROUPS),
     ]
-    """By KV cache group, from the prompt's first token on."""
+    """By KV cache group, from the prompt's first token on; slots, if that is the place."""
+    place: Place = Place.PAGES
+    sums: Sums = ()
+
+
+class Coming(msgspec.Struct, frozen=True, array_like=True, tag="coming"):
+    """It is being got ready; the question will be answered."""
+
+    number: Count
 
 
 class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
@@ -163,7 +186,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 Ask = Hello | Take | Renew | Release
-Answer = Welcome | Granted | Renewed | Refused
+Answer = Welcome | Granted | Coming | Renewed | Refused
 
 T = TypeVar("T")
 

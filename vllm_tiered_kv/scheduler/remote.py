@@ -6,23 +6,26 @@ Scheduler thread only; the control channel is the agent's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.params import ParamsError
-from vllm_tiered_kv.protocol import RemoteSetup, WorkerReport
+from vllm_tiered_kv.protocol import RemoteSetup, SumJob, WorkerReport
 from vllm_tiered_kv.remote.params import Wish, parse_remote, refusal
 from vllm_tiered_kv.scheduler.disk import Since
-from vllm_tiered_kv.scheduler.handing import HandOvers
+from vllm_tiered_kv.scheduler.handing import Handed, HandingOptions, HandOvers
 from vllm_tiered_kv.scheduler.pulls import Pulls
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import BlockPool
     from vllm_tiered_kv.remote.agent import RemoteAgent
+    from vllm_tiered_kv.remote.handoff import PeerMemory
     from vllm_tiered_kv.scheduler.core import Core
     from vllm_tiered_kv.scheduler.requests import RequestState
+    from vllm_tiered_kv.scheduler.stores import StorePlanner
 
+NOT_HANDED = Handed(refusal(), waits=False)
 TRUSTED_NO_MORE = "its caches were reset, perhaps for new weights, which are not looked at again"
 
 
@@ -39,6 +42,16 @@ class RemoteParts(NamedTuple):
     """Seconds a read from a peer may take."""
     contents: str
     """A digest of what the bytes in a page mean, KV heads apart."""
+    handing: HandingOptions = HandingOptions()
+
+
+class RemoteNews(NamedTuple):
+    """What the ranks are told with a step, in the order of `StepPlan`."""
+
+    peers: tuple[PeerMemory, ...] = ()
+    gone: tuple[str, ...] = ()
+    sums: tuple[SumJob, ...] = ()
+    sent: tuple[str, ...] = ()
 
 
 class RemotePlanner:
@@ -46,14 +59,17 @@ class RemotePlanner:
 
     Args:
         core: what the scheduler half's parts share.
+        stores: copies out of the device.
         parts: what hand-overs need.
     """
 
-    def __init__(self, core: Core, parts: RemoteParts) -> None:
+    def __init__(self, core: Core, stores: StorePlanner, parts: RemoteParts) -> None:
         self._core = core
         self.agent = parts.agent
-        self.handing = HandOvers(core, parts.agent, parts.engine_id, parts.tensor_parallel)
-        self.pulls = Pulls(core, parts.agent, parts.deadline)
+        self.handing = HandOvers(
+            core, parts.agent, stores, parts.engine_id, parts.tensor_parallel, parts.handing
+        )
+        self.pulls = Pulls(core, parts.agent, parts.deadline, verify=parts.handing.verify)
         settings = parts.agent.settings
         self.setup = RemoteSetup(parts.host, settings.sends, settings.receives, parts.contents)
 
@@ -70,17 +86,26 @@ class RemotePlanner:
             return
         self.pulls.arrived(state)
 
-    def finished(
-        self, state: RequestState, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
-        """A request ends: the parameters that another engine goes on from, where it asked."""
+    def planned(
+        self, state: RequestState, computed: int, tables: Callable[[], Sequence[Sequence[int]]]
+    ) -> None:
+        """A step is planned, with which so many of the request's tokens are computed."""
+        if state.remote.wish is not Wish.SEND:
+            return
+        try:
+            self.handing.planned(state, computed, tables)
+        except Exception:  # noqa: BLE001 - it would end the engine
+            self._core.bug("getting a prompt ready to be handed over")
+
+    def finished(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> Handed | None:
+        """A request ends: what another engine goes on from, where it asked."""
         if state.remote.wish is not Wish.SEND:
             return None
         try:
-            return self.handing.finished(state, block_ids) or refusal()
+            return self.handing.finished(state, block_ids) or NOT_HANDED
         except Exception:  # noqa: BLE001 - it would end the engine
             self._core.bug("handing a prompt over")
-            return refusal()
+            return NOT_HANDED
 
     def take_in(self) -> None:
         """Take in what the agent has to say; at the start of every hook."""
@@ -95,6 +120,17 @@ class RemotePlanner:
             self.agent.remember(report.layout, report.endpoint)
         if report.settled:
             self.pulls.settled(report.rank, report.settled)
+        for sums in report.sums:
+            self.handing.readying.summed(report.rank, sums.lease, sums.groups)
+
+    def take_news(self) -> RemoteNews:
+        """What the ranks are to be told with this step; once."""
+        pulls, handing = self.pulls, self.handing
+        news = pulls.peers, pulls.gone, handing.readying.sums, handing.sent
+        told = RemoteNews(tuple(news[0]), tuple(news[1]), tuple(news[2]), tuple(news[3]))
+        for each in news:
+            each.clear()
+        return told
 
     def forget(self, since: Since) -> None:
         """Offer nothing of what was computed, and accept nothing that was."""

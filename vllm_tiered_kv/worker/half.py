@@ -58,6 +58,7 @@ from vllm_tiered_kv.worker.mover import (
 )
 from vllm_tiered_kv.worker.pages import DevicePages
 from vllm_tiered_kv.worker.pool import HostPool, PoolError
+from vllm_tiered_kv.worker.remote.layout import OwnSlots
 from vllm_tiered_kv.worker.remote.side import NOTHING as NOTHING_SAID
 from vllm_tiered_kv.worker.remote.side import RemoteSide
 
@@ -82,6 +83,8 @@ class LoadOutcome:
         """Also in ``finished``: nothing of these loads counts."""
         self.bad_blocks: set[int] = set()
         """Device blocks that did not arrive, of loads whose head does count."""
+        self.sent: set[str] = set()
+        """Requests whose blocks are not needed any more."""
 
 
 class WorkerHalf:
@@ -147,6 +150,7 @@ class WorkerHalf:
         self._loads: dict[int, LoadJob] = {}  # engine thread only
         self._ended: list[JobResult] = []  # loads whose end vLLM has not been told
         self._refail: set[str] = set()
+        self._sent: set[str] = set()
         self._mark: Any = None
         self._plan: StepPlan | None = None
         self._unstarted: tuple[StoreJob, ...] = ()
@@ -259,7 +263,9 @@ class WorkerHalf:
         if setup.disk_orders:
             self._open_disk(setup, pool)
         if self.remote is not None and setup.remote is not None:
-            self.remote.open(setup.remote)
+            address = pool.tensor.data_ptr()
+            own = OwnSlots(address, slot_bytes, slots, setup.chunk_tokens, self._pages.groups)
+            self.remote.open(setup.remote, own)
 
     def _open_disk(self, setup: Setup, pool: HostPool) -> None:
         """Be ready for the disk agent's orders."""
@@ -342,6 +348,7 @@ class WorkerHalf:
 
     def start_loads(self, plan: StepPlan) -> None:
         self._refail.update(plan.refail)
+        self._sent.update(plan.sent)
         self._submit_loads(plan.loads)
         if plan.cancels and (lane := self._lanes.get(Direction.LOAD)) is not None:
             lane.call_off(plan.cancels, JobStatus.DROPPED)
@@ -402,6 +409,7 @@ class WorkerHalf:
         outcome.finished |= self._refail
         outcome.failed |= self._refail
         self._refail = set()
+        outcome.sent, self._sent = self._sent, set()
         return outcome
 
     def take_report(self) -> WorkerReport | None:
@@ -520,8 +528,10 @@ class WorkerHalf:
         )
 
     def _copying(self) -> bool:
-        """Whether a load, a store, or a read of a file is under way."""
+        """Whether a load, a store, a read of a file or a checksum is under way."""
         if self._loads or (self._disk is not None and self._disk.is_reading):
+            return True
+        if self.remote is not None and self.remote.is_summing:
             return True
         lane = self._lanes.get(Direction.STORE)
         return lane is not None and lane.in_flight > 0
