@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producer's side of the protocol: questions in, answers out. No thread, no socket."""
+"""The answering side of the protocol: questions in, answers out. No thread, no socket."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from collections.abc import Callable
 import msgspec
 
 from vllm_tiered_kv.remote.leases import Denial, LeaseTable
+from vllm_tiered_kv.remote.lending import Lender
 from vllm_tiered_kv.remote.messages import (
     VERSION,
     Answer,
     Ask,
+    Find,
     Granted,
     Hello,
     Identity,
+    Meet,
     MessageError,
+    Met,
     OtherVersion,
     RankMemory,
     Reason,
@@ -23,6 +27,7 @@ from vllm_tiered_kv.remote.messages import (
     Release,
     Renew,
     Renewed,
+    Return,
     Take,
     Welcome,
     decode_ask,
@@ -34,6 +39,8 @@ RATE = 2000.0
 """Messages a second that one peer may send ..."""
 BURST = 4000.0
 """... and at once."""
+COST_BYTES = 1 << 12
+"""So much of a message counts as one message more."""
 MAX_ASKERS = 1024
 """Connections whose rate is remembered."""
 
@@ -55,6 +62,7 @@ class Server:
         leases: the table; this side's alone.
         clock: seconds, monotonic.
         count: takes each kind of failure.
+        lender: answers questions for chunks; None where none are lent.
     """
 
     def __init__(
@@ -64,7 +72,9 @@ class Server:
         leases: LeaseTable,
         clock: Callable[[], float],
         count: Callable[[str, str], None],
+        lender: Lender | None = None,
     ) -> None:
+        self._lender = lender
         self._engine = engine
         self._ranks = ranks
         self._leases = leases
@@ -113,6 +123,13 @@ class Server:
     def revoke(self) -> None:
         """Grant nobody what is offered now."""
         self._leases.revoke(self._clock())
+        if self._lender is not None:
+            self._lender.revoke()
+
+    def expire(self) -> None:
+        """Give back chunks whose leases are over."""
+        if self._lender is not None:
+            self._lender.expire()
 
     def take_freed(self) -> list[int]:
         """Leases whose memory is free; each once."""
@@ -132,7 +149,7 @@ class Server:
             peer: the connection's name.
             data: the message, from somebody who has the fleet's key.
         """
-        if not self._rate.admits(peer, self._clock()):
+        if not self._rate.admits(peer, self._clock(), 1 + len(data) // COST_BYTES):
             self._count("remote_rate", "a peer asks more than it may")
             return None
         self.decoded += 1
@@ -154,6 +171,12 @@ class Server:
                 for hold in ask.holds:
                     self._leases.release(hold.lease, hold.holder, now)
             return None
+        if isinstance(ask, Return):
+            if ask.engine == self._engine and self._lender is not None:
+                self._lender.give_back(ask.holds)
+            return None
+        if isinstance(ask, Meet):
+            return self._meet(ask)
         if ask.engine != self._engine:
             return Refused(
                 ask.number, Reason.ENGINE, f"this is {self._engine}, not {ask.engine}: it restarted"
@@ -161,13 +184,32 @@ class Server:
         if isinstance(ask, Renew):
             held = [hold for hold in ask.holds if self._leases.renew(hold.lease, hold.holder, now)]
             return Renewed(ask.number, self._leases.seconds, tuple(held))
+        if isinstance(ask, Find):
+            return self._find(ask)
         refused = self._compare(ask.number, ask.identity)
         if refused is not None:
             return refused
         if isinstance(ask, Hello):
-            ranks = tuple(self._memory[rank] for rank in sorted(self._memory))
-            return Welcome(ask.number, self._generation, ranks)
+            return Welcome(ask.number, self._generation, self._ranks_memory())
         return self._take(ask, now)
+
+    def _ranks_memory(self) -> tuple[RankMemory, ...]:
+        return tuple(self._memory[rank] for rank in sorted(self._memory))
+
+    def _meet(self, ask: Meet) -> Answer:
+        if ask.asker == self._engine:
+            return Refused(ask.number, Reason.SELF, "this is the engine that asks")
+        if self._lender is None:
+            return Refused(ask.number, Reason.LENDS_NOTHING, "this engine has no CPU tier to lend")
+        refused = self._compare(ask.number, ask.identity)
+        if refused is not None:
+            return refused
+        return Met(ask.number, self._engine, self._generation, self._ranks_memory())
+
+    def _find(self, ask: Find) -> Answer:
+        if self._lender is None or not self.is_ready:
+            return Refused(ask.number, Reason.NOT_READY, f"this engine lends nothing: {self._why}")
+        return self._lender.find(ask, self._generation)
 
     def _take(self, ask: Take, now: float) -> Answer:
         denial = self._leases.take(ask.hold.lease, ask.hold.holder, now)
