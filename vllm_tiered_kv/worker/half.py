@@ -58,6 +58,7 @@ from vllm_tiered_kv.worker.mover import (
 )
 from vllm_tiered_kv.worker.pages import DevicePages
 from vllm_tiered_kv.worker.pool import HostPool, PoolError
+from vllm_tiered_kv.worker.remote.layout import OwnSlots
 from vllm_tiered_kv.worker.remote.side import NOTHING as NOTHING_SAID
 from vllm_tiered_kv.worker.remote.side import RemoteSide
 
@@ -259,7 +260,9 @@ class WorkerHalf:
         if setup.disk_orders:
             self._open_disk(setup, pool)
         if self.remote is not None and setup.remote is not None:
-            self.remote.open(setup.remote)
+            address = pool.tensor.data_ptr()
+            own = OwnSlots(address, slot_bytes, slots, setup.chunk_tokens, self._pages.groups)
+            self.remote.open(setup.remote, own)
 
     def _open_disk(self, setup: Setup, pool: HostPool) -> None:
         """Be ready for the disk agent's orders."""

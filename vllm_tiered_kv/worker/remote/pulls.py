@@ -28,7 +28,7 @@ from vllm_tiered_kv.remote.transport import (
     Region,
     Transport,
 )
-from vllm_tiered_kv.worker.remote.layout import page_strips
+from vllm_tiered_kv.worker.remote.layout import OwnSlots, page_strips, slot_layout
 from vllm_tiered_kv.worker.remote.plan import (
     GroupRoutes,
     OutOfRange,
@@ -244,13 +244,18 @@ def rank_layout(
     heads: Sequence[Heads],
     own: OwnPages,
     contents: str,
+    slots: OwnSlots | None = None,
 ) -> RankLayout:
-    """How this rank's pages lie, for peers and for ourselves."""
-    found = [
+    """How this rank's pages and slots lie, for peers and for ourselves.
+
+    Raises:
+        LayoutError: a slot doesn't hold what the pages do.
+    """
+    found = tuple(
         GroupLayout(contents, group.block_tokens // entries, entries, own.num_blocks, mine, strips)
         for group, mine, strips, entries in zip(groups, heads, own.strips, own.entries, strict=True)
-    ]
-    return RankLayout(rank, tuple(found))
+    )
+    return RankLayout(rank, found, slot_layout(found, slots) if slots is not None else None)
 
 
 def regions_of(tensors: Sequence[torch.Tensor]) -> list[Region]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_tiered_kv.geometry import GroupGeometry
+from vllm_tiered_kv.layout import LayoutError
 from vllm_tiered_kv.protocol import (
     Direction,
     JobResult,
@@ -21,9 +22,23 @@ from vllm_tiered_kv.protocol import (
     RemoteSetup,
     StepPlan,
 )
+from vllm_tiered_kv.remote.handoff import PeerMemory
 from vllm_tiered_kv.remote.memory import Heads, RankLayout
-from vllm_tiered_kv.remote.transport import Endpoint, Options, TransportError, open_transport
+from vllm_tiered_kv.remote.transport import (
+    Endpoint,
+    Options,
+    Region,
+    TransportError,
+    open_transport,
+)
+from vllm_tiered_kv.worker.remote.layout import OwnSlots
+from vllm_tiered_kv.worker.remote.opening import Opening
 from vllm_tiered_kv.worker.remote.pulls import OwnPages, Pulls, both, own_pages, rank_layout
+
+OPEN_WAIT = 10.0
+"""Seconds the step that opens the transport waits for it; later ones look whether it is there."""
+QUARANTINE_SHARE = 0.25
+"""Of the pages; see `Options`."""
 
 
 class Said(NamedTuple):
@@ -68,7 +83,10 @@ class RemoteSide:
         self._fail = fail
         self._notify = notify
         self._own: OwnPages | None = None
+        self._opening: tuple[Opening, RankLayout] | None = None
         self._pulls: Pulls | None = None
+        self._met: dict[str, PeerMemory] = {}
+        """Engines that the transport, when it is there, is to know."""
         self._layout: RankLayout | None = None
         """Not yet told."""
         self._settled: list[int] = []
@@ -89,40 +107,74 @@ class RemoteSide:
         """
         self._own = own_pages(tensors, self._group_layers, self._num_blocks, self._heads)
 
-    def open(self, setup: RemoteSetup) -> None:
-        """Be ready to read other engines' pages, and let them read ours."""
-        if self._own is None or self._pulls is not None:
+    def open(self, setup: RemoteSetup, slots: OwnSlots | None = None) -> None:
+        """Be ready to read other engines' memory, and let them read ours.
+
+        Args:
+            setup: what the scheduler half says.
+            slots: the host pool, mapped until :meth:`close` has returned True; None where peers
+                have no business in it.
+        """
+        own = self._own
+        if own is None or self.is_open:
             return
-        layout = rank_layout(self._rank, self._groups, self._heads, self._own, setup.contents)
-        options = Options(setup.host, setup.sends, setup.receives)
+        regions = own.regions
+        pages = sum(region.nbytes for region in regions)
         try:
-            transport = self.open_transport(self._own.regions, options, notify=self._notify)
-        except (TransportError, OSError, RuntimeError) as error:
+            layout = rank_layout(self._rank, self._groups, self._heads, own, setup.contents, slots)
+        except LayoutError as error:
             self._fail("remote_agent", f"no hand-overs on rank {self._rank}: {error}")
             return
-        self._pulls = Pulls(layout, transport, self._fail)
-        self._layout = layout
+        if slots is not None:
+            regions = (*regions, Region(slots.address, slots.num_slots * slots.slot_bytes))
+        # Pages alone are what reads leave in quarantine.
+        share = QUARANTINE_SHARE * pages / sum(region.nbytes for region in regions)
+        options = Options(setup.host, setup.sends, setup.receives, quarantine_share=share)
+        opening = Opening(lambda: self.open_transport(regions, options, notify=self._notify))
+        self._opening = opening, layout
+        self._look_at_opening(OPEN_WAIT)
+
+    def _look_at_opening(self, timeout: float = 0.0) -> None:
+        """Go on with the transport if it is there."""
+        if self._opening is None:
+            return
+        opening, layout = self._opening
+        if not opening.ended(timeout):
+            return
+        self._opening = None
+        try:
+            self._pulls = Pulls(layout, opening.take(), self._fail)
+            self._layout = layout
+        except TransportError as error:
+            self._fail("remote_agent", f"no hand-overs on rank {self._rank}: {error}")
 
     @property
     def is_open(self) -> bool:
-        """Whether peers may be reading our pages, or we theirs."""
-        return self._pulls is not None
+        """Whether peers may be reading our memory, or we theirs."""
+        return self._pulls is not None or self._opening is not None
 
     def close(self, timeout: float) -> bool:
         """False if something may still read or write our memory."""
+        self._look_at_opening(timeout)
         pulls, self._pulls = self._pulls, None
-        return pulls is None or pulls.close(timeout)
+        return self._opening is None and (pulls is None or pulls.close(timeout))
 
     # -- a step ------------------------------------------------------------------------
 
     def follow(self, plan: StepPlan) -> None:
         """Know the engines that this step's pulls come from."""
+        self._look_at_opening()
+        for engine in plan.gone:  # who is met again with the same plan is there once more
+            self._met.pop(engine, None)
+        for memory in plan.peers:
+            self._met[memory.engine] = memory
         if self._pulls is None:
             return
-        for memory in plan.peers:
-            self._pulls.meet(memory)
         for engine in plan.gone:
             self._pulls.part(engine)
+        met, self._met = self._met, {}
+        for memory in met.values():
+            self._pulls.meet(memory)
 
     def begin(self, load: LoadJob, mark: Any, *, holds: bool) -> bool:
         """Begin what a load pulls, if it does.
