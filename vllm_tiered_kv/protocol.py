@@ -106,6 +106,20 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     """What comes from another engine at the same time."""
 
 
+class SlotRead(msgspec.Struct, frozen=True, array_like=True):
+    """Read slots of a peer into ours."""
+
+    job: int
+    engine: str
+    """The peer's incarnation; a plan has said where its memory is."""
+    local: tuple[tuple[int, ...], ...]
+    """Slots that are written, by KV cache group."""
+    remote: tuple[tuple[int, ...], ...]
+    """The peer's slots they are read from, as many in each group."""
+    deadline: float
+    """Seconds this may take."""
+
+
 class RemoteSetup(msgspec.Struct, frozen=True, array_like=True):
     """What a rank must know to read other engines' memory, and to let them read its own."""
 
@@ -158,6 +172,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Other engines' memory, before the first pull from it."""
     gone: tuple[str, ...] = ()
     """Engines that are not read from any more."""
+    reads: tuple[SlotRead, ...] = ()
+    uncalled: tuple[int, ...] = ()
+    """Reads of slots that nobody waits for any more."""
 
 
 class PullResult(msgspec.Struct, frozen=True, array_like=True):
@@ -169,6 +186,14 @@ class PullResult(msgspec.Struct, frozen=True, array_like=True):
     """When; by the monotonic clock of the host."""
     may_write: bool
     """It was given up, and its device blocks may still be written."""
+
+
+class SlotReadEnd(msgspec.Struct, frozen=True, array_like=True):
+    """How one :class:`SlotRead` ended on one rank."""
+
+    job: int
+    status: JobStatus
+    result: PullResult
 
 
 class JobResult(msgspec.Struct, frozen=True, array_like=True):
@@ -200,7 +225,8 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     endpoint: Endpoint | None = None
     """How peers can read them; said with the layout, where they may."""
     settled: tuple[int, ...] = ()
-    """Load jobs that were given up and can write no more."""
+    """Loads, and reads of slots, that were given up and can write no more."""
+    reads: tuple[SlotReadEnd, ...] = ()
 
 
 _encoder = msgspec.msgpack.Encoder()

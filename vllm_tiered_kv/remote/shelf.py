@@ -91,15 +91,18 @@ class Shelf(Generic[Owner]):
         """Lend a chunk to nobody any more.
 
         Returns:
-            Whether somebody may still be reading it; then :meth:`take_returned` names it in time.
+            Whether somebody may still be reading it and it was not awaited before; then
+            :meth:`take_returned` names it in time.
         """
         with self._lock:
             chunk = self._chunks.get(key)
             if chunk is None or chunk.owner is not owner:
                 return False
             del self._chunks[key]
-            chunk.awaited = chunk.readers > 0
-            return chunk.awaited
+            if not chunk.readers or chunk.awaited:
+                return False
+            chunk.awaited = True
+            return True
 
     def clear(self, *, close: bool = False) -> list[Owner]:
         """Lend nothing of what there is any more.

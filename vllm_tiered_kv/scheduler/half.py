@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_tiered_kv import compat, metrics
 from vllm_tiered_kv.channel import SchedulerEndpoint
 from vllm_tiered_kv.params import DEFAULT, ParamsError, parse_params
-from vllm_tiered_kv.protocol import Direction, Setup, StepPlan, WorkerReport
+from vllm_tiered_kv.protocol import Direction, Setup, SlotRead, StepPlan, WorkerReport
 from vllm_tiered_kv.scheduler.adapters import LoraName
 from vllm_tiered_kv.scheduler.core import TIER, Core, SchedulerSettings
 from vllm_tiered_kv.scheduler.disk import Since
@@ -66,7 +66,8 @@ class SchedulerHalf:
         self.remote = RemotePlanner(self.core, remote) if remote is not None else None
         """Hand-overs between engines; None without."""
         pulls = self.remote.pulls if self.remote is not None else None
-        self.loads = LoadPlanner(self.core, self.gate, pulls)
+        peers = self.remote.peers if self.remote is not None else None
+        self.loads = LoadPlanner(self.core, self.gate, pulls, peers)
         self.stores = StorePlanner(self.core, self._drain_once)
         self.first_tokens = FirstTokens(self.core)
         self._endpoint = endpoint
@@ -172,7 +173,8 @@ class SchedulerHalf:
             return 0, 0
         load = state.load
         pulled = min(tokens, load.pull.tokens if load.pull is not None else 0)
-        return min(tokens - pulled, load.from_disk), pulled
+        disk = min(tokens - pulled, load.from_disk)
+        return disk, pulled + min(tokens - pulled - disk, load.from_peers)
 
     # -- every step -----------------------------------------------------------------
 
@@ -217,6 +219,7 @@ class SchedulerHalf:
             tuple(self.core.adapters.watch),
             tuple(self.core.adapters.unwatch),
             *self._peers(),
+            *self._slot_reads(),
         )
         for sent in (loads.jobs, stores.jobs, stores.fences, loads.cancels, loads.refail):
             sent.clear()
@@ -232,6 +235,16 @@ class SchedulerHalf:
         said = tuple(pulls.peers), tuple(pulls.gone)
         pulls.peers.clear()
         pulls.gone.clear()
+        return said
+
+    def _slot_reads(self) -> tuple[tuple[SlotRead, ...], tuple[int, ...]]:
+        """What the ranks read out of other engines' CPU tiers from this step on, and what not."""
+        peers = self.remote.peers if self.remote is not None else None
+        if peers is None:
+            return (), ()
+        said = tuple(peers.orders), tuple(peers.cancels)
+        peers.orders.clear()
+        peers.cancels.clear()
         return said
 
     def step_ended(self) -> None:
@@ -359,9 +372,9 @@ class SchedulerHalf:
         self._drained = True
         if self.core.disk is not None:
             self.core.disk.take_in()
-            self.gate.go_on()
         if self.remote is not None:
             self.remote.take_in()
+        self.gate.go_on()
         if self._endpoint is None or not self.core.ledger.stores:
             return
         for report in self._endpoint.drain():

@@ -96,6 +96,23 @@ class IndexListener(Protocol):
         """All chunks have left at once."""
 
 
+class Lender(Protocol):
+    """Lets others read slots; called on the scheduler's thread. What it says is pinned stays so
+    until it unpins it."""
+
+    def stored(self, node: Node) -> None:
+        """A chunk has become READY, or has more parts."""
+
+    def lets_go(self, node: Node) -> bool:
+        """A chunk is to be evicted; False: it is being read, and pinned."""
+
+    def withdraws(self, node: Node) -> bool:
+        """A chunk has left the index; True: it is still being read, and pinned."""
+
+    def clears(self) -> Sequence[Node]:
+        """All chunks leave at once; those that are being read are pinned."""
+
+
 def chunk_policy(eviction: Eviction) -> EvictionPolicy[Node]:
     """A policy for a :class:`ChunkIndex`; what is gone it remembers by the chunk's key."""
     return make_policy(eviction, identity=_key_of)
@@ -129,6 +146,7 @@ class ChunkIndex:
         self._max_nodes = 2 * num_slots  # those that are empty hold no slot
         self._num_groups = num_groups
         self._listener = listener
+        self._lender: Lender | None = None
         self._nodes: dict[bytes, Node] = {}
         self._policy = policy if policy is not None else chunk_policy(Eviction.LRU)
         self._chunk_tokens = chunk_tokens
@@ -153,6 +171,10 @@ class ChunkIndex:
     def limit(self, num_slots: int) -> None:
         """A rank has room for so many slots only: store in no others from now on."""
         self._slots.limit(num_slots)
+
+    def lend(self, lender: Lender) -> None:
+        """Have chunks read by others from now on."""
+        self._lender = lender
 
     @property
     def pinned(self) -> int:
@@ -251,8 +273,8 @@ class ChunkIndex:
             else:  # whoever else holds the node may be reading it
                 self._late.setdefault(node, []).append(slot)
         self._policy.resize(node, node.num_slots)
-        if self._listener is not None and node.state is NodeState.READY:
-            self._listener.stored(node)
+        if node.state is NodeState.READY:
+            self._tell_stored(node)
         self.unpin(node)
 
     def adopt(self, node: Node, parent: Node | None) -> None:
@@ -271,8 +293,7 @@ class ChunkIndex:
         if node.state is not NodeState.STORING:
             return
         node.state = NodeState.READY
-        if self._listener is not None:
-            self._listener.stored(node)
+        self._tell_stored(node)
 
     def discard(self, node: Node) -> None:
         """Forget a chunk at once; its slots are free when nobody reads or writes them."""
@@ -283,6 +304,8 @@ class ChunkIndex:
             del self._nodes[node.key]
         if self._listener is not None:
             self._listener.removed(node)
+        if self._lender is not None and self._lender.withdraws(node):
+            self.pin(node)
         self._policy.remove(node)
         if (parent := self._leave_parent(node)) is not None:
             self._policy.release(parent)
@@ -305,6 +328,9 @@ class ChunkIndex:
 
     def clear(self) -> None:
         """Forget everything; slots that are read or written follow when their pins go."""
+        if self._lender is not None:
+            for node in self._lender.clears():
+                self.pin(node)
         for node in self._pinned:
             node.state = NodeState.GONE
             node.parent = None
@@ -340,6 +366,12 @@ class ChunkIndex:
             self._slots.give_back(slot)
         return None
 
+    def _tell_stored(self, node: Node) -> None:
+        if self._listener is not None:
+            self._listener.stored(node)
+        if self._lender is not None:
+            self._lender.stored(node)
+
     def _hold(self, node: Node) -> None:
         node.pins += 1
         self._policy.hold(node)
@@ -358,6 +390,9 @@ class ChunkIndex:
 
     def _evict_one(self, coming: bytes) -> bool:
         node = self._policy.victim(coming)
+        while node is not None and self._lender is not None and not self._lender.lets_go(node):
+            self.pin(node)
+            node = self._policy.victim(coming)
         if node is None:
             return False
         self._policy.evict(node)

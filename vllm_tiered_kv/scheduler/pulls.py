@@ -199,14 +199,14 @@ class Pulls:
                 return None
             local.append(ours)
             remote.append(tuple(theirs[first:last]))
-        self._introduce(granted.memory)
+        self.introduce(granted.memory)
         active = ActivePull(handoff, tuple(b for group in local for b in group), end - start)
         self._active[job] = active
         state.handoff = None
         memory = granted.memory
         return PullJob(memory.engine, tuple(local), tuple(remote), self._deadline), active
 
-    def _introduce(self, memory: PeerMemory) -> None:
+    def introduce(self, memory: PeerMemory) -> None:
         """Tell the ranks where a producer's memory is, if they do not know."""
         if self._known.get(memory.engine) != memory.generation:
             self._known[memory.engine] = memory.generation

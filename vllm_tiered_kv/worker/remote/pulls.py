@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from vllm_tiered_kv.geometry import GroupGeometry
-from vllm_tiered_kv.protocol import JobResult, JobStatus, PullJob, PullResult
+from vllm_tiered_kv.protocol import JobResult, JobStatus, PullJob, PullResult, SlotRead
 from vllm_tiered_kv.remote.handoff import PeerMemory
 from vllm_tiered_kv.remote.memory import GroupLayout, Heads, RankLayout, Strip
 from vllm_tiered_kv.remote.transport import (
@@ -38,6 +38,8 @@ from vllm_tiered_kv.worker.remote.plan import (
     place_entries,
     plan_read,
     plan_routes,
+    plan_slot_routes,
+    whole_slots,
 )
 from vllm_tiered_kv.worker.remote.puller import Part, Puller
 
@@ -52,10 +54,18 @@ _STATUS = {
 class _Peer:
     """A producer whose memory is known."""
 
-    def __init__(self, endpoints: dict[int, str], routes: tuple[GroupRoutes, ...]) -> None:
+    def __init__(
+        self,
+        endpoints: dict[int, str],
+        routes: tuple[GroupRoutes, ...],
+        slot_routes: tuple[GroupRoutes, ...],
+    ) -> None:
         self.endpoints = endpoints
         """By rank, the name that the transport knows it by."""
         self.routes = routes
+        """Into our pages."""
+        self.slot_routes = slot_routes
+        """From slots into slots; none where they are not laid out alike."""
 
 
 class Pulls:
@@ -98,15 +108,22 @@ class Pulls:
         except Refusal as error:
             self._fail("remote_pages", f"a peer's pages cannot be read: {error}")
             return
-        wanted = {route.rank for group in routes for route in group.routes}
+        slot_routes = self._slot_routes(memory)
+        wanted = {route.rank for group in (*routes, *slot_routes) for route in group.routes}
         endpoints = {m.rank: m.endpoint for m in memory.ranks if m.rank in wanted}
         old = self._peers.get(memory.engine)
         for endpoint in endpoints.values():
             self._transport.connect(endpoint)
         names = {rank: endpoint.incarnation for rank, endpoint in endpoints.items()}
-        self._peers[memory.engine] = _Peer(names, routes)
+        self._peers[memory.engine] = _Peer(names, routes, slot_routes)
         if old is not None:
             self._disconnect(set(old.endpoints.values()) - set(names.values()))
+
+    def _slot_routes(self, memory: PeerMemory) -> tuple[GroupRoutes, ...]:
+        try:
+            return plan_slot_routes(self.layout, [rank.layout for rank in memory.ranks])
+        except Refusal:  # said where it was asked whether its chunks can be read
+            return ()
 
     def part(self, engine: str) -> None:
         """This engine is not read from any more."""
@@ -131,6 +148,41 @@ class Pulls:
             self._refused.append(job)
             return
         self._puller.start(job, parts, self._clock() + order.deadline, after)
+
+    def start_slots(self, order: SlotRead) -> None:
+        """Begin to read slots into slots; :meth:`take` tells its end as that of a pull."""
+        try:
+            parts = self._plan_slots(order)
+        except OutOfRange as error:
+            self._fail("remote_range", f"slots of a peer are not read: {error}")
+            parts = []
+        if not parts:
+            self._refused.append(order.job)
+            return
+        self._puller.start(order.job, parts, self._clock() + order.deadline)
+
+    def cancel(self, jobs: Sequence[int]) -> None:
+        """Give these up; those that have ended are passed over."""
+        self._puller.cancel(jobs)
+
+    def _plan_slots(self, order: SlotRead) -> list[Part]:
+        """What is read from whom.
+
+        Raises:
+            OutOfRange: slots that a side does not have.
+        """
+        peer = self._peers.get(order.engine)
+        if peer is None or not peer.slot_routes:
+            self._fail("remote_peer", "slots are not read: that peer's are not known")
+            return []
+        if not len(order.local) == len(order.remote) == len(peer.slot_routes):
+            raise OutOfRange("another number of KV cache groups")
+        by_rank: dict[int, list[Runs]] = {}
+        for routes, local, remote in zip(peer.slot_routes, order.local, order.remote, strict=True):
+            ours, theirs = _slots(local), _slots(remote)
+            for runs in plan_read(routes, ours, theirs):
+                by_rank.setdefault(runs.rank, []).append(runs)
+        return [Part(peer.endpoints[rank], _joined(runs)) for rank, runs in by_rank.items()]
 
     def _plan(self, order: PullJob) -> list[Part]:
         """What is read from whom.
@@ -179,6 +231,10 @@ class Pulls:
 
 def _places(entries: int, blocks: Sequence[int]) -> Places:
     return place_entries(np.array(blocks, dtype=np.int64), entries, 0, len(blocks) * entries)
+
+
+def _slots(slots: Sequence[int]) -> Places:
+    return whole_slots(np.array(slots, dtype=np.int64))
 
 
 def _joined(runs: Sequence[Runs]) -> Runs:
