@@ -115,8 +115,8 @@ BYTES = Metric(
     "bytes",
     ("direction", "tier"),
     "Bytes moved, over all ranks: cpu, between device and host memory; disk, between host memory "
-    "and files; peer, what another engine handed over; peer_cpu, from another engine's CPU tier into "
-    "this one's.",
+    "and files; peer, what another engine handed over; peer_cpu, from another engine's CPU tier "
+    "into this one's.",
     (*itertools.product(DIRECTIONS, TIERS), ("load", PEER), ("load", PEER_CPU)),
 )
 SECONDS = Metric(
@@ -236,8 +236,8 @@ IN_FLIGHT = Metric(
     "jobs_in_flight",
     ("direction",),
     "Jobs not yet finished: store, load (device), write, read (disk), peer_read (chunks of other "
-    "engines' CPU tiers); slots that these may be reading here (lent), hand-overs that are not free yet "
-    "(lease), and reads that were given up and may still write (quarantine).",
+    "engines' CPU tiers); slots that these may be reading here (lent), hand-overs that are not free "
+    "yet (lease), and reads that were given up and may still write (quarantine).",
 )
 DEGRADED = Metric(
     "degraded",

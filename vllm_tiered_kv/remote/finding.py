@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The asking side of the protocol for chunks: all peers at once, the longest answer wins. No thread,
-no socket.
+"""The asking side of the protocol for chunks: all peers at once, the longest answer wins.
+
+No thread, no socket.
 
 Peers are met beforehand, so that a question takes one message each way. One that does not answer a
 question has to answer a greeting before it is asked again, and is greeted less and less often: a

@@ -4,8 +4,8 @@
 One byte of version, then MessagePack. A consumer asks, a producer answers; an answer bears its
 question's number. Everything is bounded: what is larger, or of another version, is not parsed.
 
-Two conversations: about a prompt that was handed over (:class:`Hello` to :class:`Renewed`), and about
-chunks that an engine may have in its CPU tier (:class:`Meet` to :class:`Return`).
+Two conversations: about a prompt that was handed over (from :class:`Hello` on), and about chunks
+that an engine may have in its CPU tier (from :class:`Meet` on).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which chunks of the CPU tier peers may read, and which of them somebody reads.
 
-The one thing that the scheduler's thread and the agent's share. The one puts chunks on the shelf and
-asks before it takes one away; the other lends them without asking. A lock is held for a few
+The one thing that the scheduler's thread and the agent's share. The one puts chunks on the shelf
+and asks before it takes one away; the other lends them without asking. A lock is held for a few
 dictionary operations at a time, never while anybody waits for anything.
 """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other engines as a tier: chunks in their CPU tiers that are read into slots of ours.
 
-Scheduler thread only. Who has what is asked by the agent, which answers with a loan: the peer's slots,
-to be read until a deadline. What is read is ordered with the engine's steps; each rank reads its own
-part. A read that is given up may still write: its slots are nobody else's until it is known that it
-does not, and its loan is given back only then.
+Scheduler thread only. Who has what is asked by the agent, which answers with a loan: the peer's
+slots, to be read until a deadline. What is read is ordered with the engine's steps; each rank reads
+its own part. A read that is given up may still write: its slots are nobody else's until it is known
+that it does not, and its loan is given back only then.
 """
 
 from __future__ import annotations

@@ -213,8 +213,8 @@ class Pulls:
         nothing = PullResult(0, 0.0, now, may_write=False)
         told = [(job, JobStatus.FAILED, nothing) for job in refused]
         for result in self._puller.poll():
-            if result.outcome is not Outcome.DONE:
-                self._fail(result.kind or "remote_peer", f"a pull did not arrive: {result.reason}")
+            if result.kind:  # none where it was called off
+                self._fail(result.kind, f"a pull did not arrive: {result.reason}")
             may_write = result.memory is Memory.QUARANTINED
             part = PullResult(result.nbytes, result.seconds, now, may_write)
             told.append((result.pull, _STATUS[result.outcome], part))
