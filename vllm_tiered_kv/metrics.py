@@ -235,9 +235,9 @@ USAGE = Metric(
 IN_FLIGHT = Metric(
     "jobs_in_flight",
     ("direction",),
-    "Jobs not yet finished: store, load (device), write, read (disk), peer_read (chunks of other "
-    "engines' CPU tiers); slots that these may be reading here (lent), hand-overs that are not free "
-    "yet (lease), and reads that were given up and may still write (quarantine).",
+    "Jobs not yet finished: store, load (device), write, read (disk), peer_read (chunks from other "
+    "engines); and slots that these may be reading here (lent), hand-overs that are not free yet "
+    "(lease), reads that were given up and may still write (quarantine).",
 )
 DEGRADED = Metric(
     "degraded",

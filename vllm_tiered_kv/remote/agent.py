@@ -121,6 +121,7 @@ class RemoteAgent:
             self.engine, sockets.ask, self._hang_up, self._slot_refusal, clock, self._trouble
         )
         self._layouts: dict[int, RankLayout] = {}
+        self._identity: Identity | None = None
         self._thread = threading.Thread(target=self._run, name="tiered-kv-remote", daemon=True)
         self._thread.start()
         self._resolver: Resolver | None = None
@@ -176,7 +177,7 @@ class RemoteAgent:
         """What this engine's KV means is known; any thread."""
         self._insist(self._server.identify, identity)
         self._insist(self._client.identify, identity)
-        self._insist(self._finder.identify, identity)
+        self._insist(self._identified, identity)
 
     def remember(self, layout: RankLayout, endpoint: Endpoint | None) -> None:
         """How a rank's pages lie, and how peers can read them."""
@@ -323,8 +324,19 @@ class RemoteAgent:
 
     def _learn(self, layout: RankLayout, endpoint: Endpoint | None) -> None:
         self._layouts[layout.rank] = layout
+        self._greet_peers()
         if endpoint is not None:
             self._server.remember(RankMemory(layout.rank, endpoint, layout))
+
+    def _identified(self, identity: Identity) -> None:
+        self._identity = identity
+        self._greet_peers()
+
+    def _greet_peers(self) -> None:
+        """Once all is known that a peer's memory is held against."""
+        whole = len(self._layouts) == self.settings.ranks
+        if self._identity is not None and whole and not self._closed:
+            self._finder.identify(self._identity)
 
     def _refusal(self, memory: PeerMemory) -> str | None:
         """Why a producer's pages cannot be read into ours; None if they can, as far as is known."""
@@ -338,8 +350,6 @@ class RemoteAgent:
 
     def _slot_refusal(self, memory: PeerMemory) -> str | None:
         """Why a peer's slots cannot be read into ours; None if they can."""
-        if not self._layouts:
-            return "this engine's ranks are not there yet"
         layouts = [rank.layout for rank in memory.ranks]
         try:
             for layout in self._layouts.values():

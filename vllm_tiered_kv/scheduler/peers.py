@@ -311,7 +311,7 @@ class PeerTier:
             self._core.fail("remote_quarantine", "a read was given up and may still write")
         for job in batch.jobs:
             del self._batch_of[job]
-            self.lookups.ended(job, outcome, batch.ended)
+            self.lookups.ended(job, outcome, batch.ended or None)
         if not batch.writers:
             self._release(batch)
 
