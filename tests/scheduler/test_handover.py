@@ -286,7 +286,6 @@ def test_without_a_tier(fleet: Fleet) -> None:
     ("remote", "word"),
     [
         ({"handoff": "cpu"}, "remote.handoff"),
-        ({"peers": ["10.0.0.6:7600"]}, "remote.peers"),
         ({"verify": True}, "remote.verify"),
         ({"key_file": "/nowhere/fleet.key"}, "remote.key_file"),
         ({"listen": "192.0.2.1:7600"}, "remote.listen"),
