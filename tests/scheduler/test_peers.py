@@ -33,7 +33,7 @@ class Pair:
     """Two engines: B asks A."""
 
     def __init__(self, fleet: Fleet, a: dict[str, Any], b: dict[str, Any]) -> None:
-        self.a = fleet.engine(a.pop("role", "kv_both"), **a)
+        self.a = fleet.engine(a.pop("role", "kv_both"), remote={"peers": []}, **a)
         wait(lambda: self.a.remote.agent._server.is_ready, "A lends nothing")
         port = self.a.remote.agent.address.port
         remote = {"peers": [f"127.0.0.1:{port}"], **b.pop("remote", {})}
@@ -423,7 +423,7 @@ def test_whatever_happens(fleet: Fleet, seed: int) -> None:
         "depth": chance.choice([1, 2]),
         "extra": {"trust_after_reset": seed % 2 == 0},
     }
-    a = fleet.engine("kv_both", **options)
+    a = fleet.engine("kv_both", remote={"peers": []}, **options)
     port = a.remote.agent.address.port
     b = fleet.engine("kv_both", remote={"peers": [f"127.0.0.1:{port}"]}, **options)
     families = [prompt(6 * BLOCK, seed=100 + i) for i in range(4)]
@@ -470,3 +470,10 @@ def test_whatever_happens(fleet: Fleet, seed: int) -> None:
         wait(lambda each=each: rests(each), "something is not given back")  # type: ignore[misc]
         each.sim.check_quiet()
     assert a.remote.agent.shelf.lent_slots == 0
+
+
+def test_who_does_not_take_part_lends_nothing(fleet: Fleet) -> None:
+    alone = fleet.engine("kv_producer")
+    assert alone.remote.agent.shelf is None
+    listens = fleet.engine("kv_consumer")
+    assert listens.remote.agent.address is None

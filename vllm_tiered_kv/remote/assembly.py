@@ -62,7 +62,9 @@ def open_agent(
     if address.port:
         port = address.port + compat.engine_index(vllm_config)
         address = msgspec.structs.replace(address, port=port)
-    lends = max(len(geometry.groups), int(LEND_SHARE * lendable)) if lendable else 0
+    peers, lends = options.peers or (), 0
+    if options.peers is not None and lendable:
+        lends = max(len(geometry.groups), int(LEND_SHARE * lendable))
     sockets = _listen(key, address, must=sends, may=lends > 0)
     settings = RemoteSettings(
         ranks,
@@ -72,7 +74,7 @@ def open_agent(
         sends=sends,
         receives=receives,
         lends=lends,
-        peers=tuple(parse_address(peer) for peer in options.peers),
+        peers=tuple(parse_address(peer) for peer in peers),
     )
     what = "sends and receives" if sends and receives else "sends" if sends else "receives"
     logger.info(
@@ -80,7 +82,7 @@ def open_agent(
         "key: %s",
         what,
         "lends" if lends and sockets.address is not None else "lends none",
-        ", ".join(options.peers) or "nobody",
+        ", ".join(peers) or "nobody",
         sockets.address or "none (nobody fetches from here)",
         key.fingerprint,
     )
