@@ -63,7 +63,7 @@ class Pair:
 
     @property
     def lent(self) -> int:
-        return self.a.remote.lending.lent_slots
+        return self.a.remote.shelving.lent_slots
 
 
 def rests(engine: Engine) -> bool:
@@ -71,7 +71,7 @@ def rests(engine: Engine) -> bool:
     while engine.sim._in_flight:
         engine.sim.process()
     remote = engine.remote
-    if remote.lending is not None and remote.lending.lent_slots:
+    if remote.shelving is not None and remote.shelving.lent_slots:
         return False
     peers = remote.peers
     return peers is None or not (peers.reads or peers._claims or peers._quarantined)

@@ -24,7 +24,7 @@ from vllm_tiered_kv.remote.finding import Finder
 from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory
 from vllm_tiered_kv.remote.inquiry import Inquiry, InquiryState
 from vllm_tiered_kv.remote.leases import LeaseTable
-from vllm_tiered_kv.remote.lending import Lender
+from vllm_tiered_kv.remote.loans import ChunkLender
 from vllm_tiered_kv.remote.memory import RankLayout
 from vllm_tiered_kv.remote.messages import Identity, RankMemory
 from vllm_tiered_kv.remote.names import Resolver
@@ -108,11 +108,11 @@ class RemoteAgent:
         self._leases = LeaseTable(settings.lease, GRACE, settings.max_leases)
         self.shelf: Shelf[Any] | None = None
         """What peers may read of the CPU tier; None where nothing is lent."""
-        self._lender: Lender | None = None
+        self._lender: ChunkLender | None = None
         if settings.lends and sockets.address is not None:
             self.shelf = Shelf(settings.lends)
             leases = LeaseTable(settings.lease, GRACE, settings.max_leases)
-            self._lender = Lender(self.shelf, leases, clock)
+            self._lender = ChunkLender(self.shelf, leases, clock)
         self._server = Server(
             self.engine, settings.ranks, self._leases, clock, self._trouble, self._lender
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from vllm_tiered_kv.remote.leases import Denial, LeaseTable
-from vllm_tiered_kv.remote.lending import Lender
+from vllm_tiered_kv.remote.loans import ChunkLender
 from vllm_tiered_kv.remote.messages import (
     VERSION,
     Answer,
@@ -72,7 +72,7 @@ class Server:
         leases: LeaseTable,
         clock: Callable[[], float],
         count: Callable[[str, str], None],
-        lender: Lender | None = None,
+        lender: ChunkLender | None = None,
     ) -> None:
         self._lender = lender
         self._engine = engine

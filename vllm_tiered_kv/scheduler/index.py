@@ -96,9 +96,9 @@ class IndexListener(Protocol):
         """All chunks have left at once."""
 
 
-class Lender(Protocol):
-    """Lets others read slots; called on the scheduler's thread. What it says is pinned stays so
-    until it unpins it."""
+class Guard(Protocol):
+    """Knows which slots others may be reading; called on the scheduler's thread. What it says is
+    pinned stays so until it unpins it."""
 
     def stored(self, node: Node) -> None:
         """A chunk has become READY, or has more parts."""
@@ -146,7 +146,7 @@ class ChunkIndex:
         self._max_nodes = 2 * num_slots  # those that are empty hold no slot
         self._num_groups = num_groups
         self._listener = listener
-        self._lender: Lender | None = None
+        self._guard: Guard | None = None
         self._nodes: dict[bytes, Node] = {}
         self._policy = policy if policy is not None else chunk_policy(Eviction.LRU)
         self._chunk_tokens = chunk_tokens
@@ -172,9 +172,9 @@ class ChunkIndex:
         """A rank has room for so many slots only: store in no others from now on."""
         self._slots.limit(num_slots)
 
-    def lend(self, lender: Lender) -> None:
-        """Have chunks read by others from now on."""
-        self._lender = lender
+    def guard(self, guard: Guard) -> None:
+        """Have others read chunks from now on."""
+        self._guard = guard
 
     @property
     def pinned(self) -> int:
@@ -304,7 +304,7 @@ class ChunkIndex:
             del self._nodes[node.key]
         if self._listener is not None:
             self._listener.removed(node)
-        if self._lender is not None and self._lender.withdraws(node):
+        if self._guard is not None and self._guard.withdraws(node):
             self.pin(node)
         self._policy.remove(node)
         if (parent := self._leave_parent(node)) is not None:
@@ -328,8 +328,8 @@ class ChunkIndex:
 
     def clear(self) -> None:
         """Forget everything; slots that are read or written follow when their pins go."""
-        if self._lender is not None:
-            for node in self._lender.clears():
+        if self._guard is not None:
+            for node in self._guard.clears():
                 self.pin(node)
         for node in self._pinned:
             node.state = NodeState.GONE
@@ -369,8 +369,8 @@ class ChunkIndex:
     def _tell_stored(self, node: Node) -> None:
         if self._listener is not None:
             self._listener.stored(node)
-        if self._lender is not None:
-            self._lender.stored(node)
+        if self._guard is not None:
+            self._guard.stored(node)
 
     def _hold(self, node: Node) -> None:
         node.pins += 1
@@ -390,7 +390,7 @@ class ChunkIndex:
 
     def _evict_one(self, coming: bytes) -> bool:
         node = self._policy.victim(coming)
-        while node is not None and self._lender is not None and not self._lender.lets_go(node):
+        while node is not None and self._guard is not None and not self._guard.lets_go(node):
             self.pin(node)
             node = self._policy.victim(coming)
         if node is None:

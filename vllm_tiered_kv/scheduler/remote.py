@@ -15,9 +15,9 @@ from vllm_tiered_kv.protocol import RemoteSetup, WorkerReport
 from vllm_tiered_kv.remote.params import parse_remote
 from vllm_tiered_kv.scheduler.disk import Since
 from vllm_tiered_kv.scheduler.handing import HandOvers
-from vllm_tiered_kv.scheduler.lending import Lending
 from vllm_tiered_kv.scheduler.peers import PeerTier
 from vllm_tiered_kv.scheduler.pulls import Pulls
+from vllm_tiered_kv.scheduler.shelving import Shelving
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import BlockPool
@@ -57,17 +57,17 @@ class RemotePlanner:
         self.handing = HandOvers(core, parts.agent, parts.engine_id, parts.tensor_parallel)
         self.pulls = Pulls(core, parts.agent, parts.deadline)
         settings = parts.agent.settings
-        self.lending: Lending | None = None
+        self.shelving: Shelving | None = None
         """What peers may read of the CPU tier; None where nothing is lent."""
         if parts.agent.shelf is not None:
-            self.lending = Lending(parts.agent.shelf, core.index)
+            self.shelving = Shelving(parts.agent.shelf, core.index)
         self.peers: PeerTier | None = None
         """Other engines as a tier; None where they are not asked."""
         if settings.peers:
             self.peers = PeerTier(core, parts.agent, self.pulls.introduce, parts.deadline)
         self.setup = RemoteSetup(
             parts.host,
-            settings.sends or self.lending is not None,
+            settings.sends or self.shelving is not None,
             settings.receives or self.peers is not None,
             parts.contents,
         )
@@ -99,8 +99,8 @@ class RemotePlanner:
         """Take in what the agent has to say; at the start of every hook."""
         self.handing.take_in()
         self.pulls.take_in()
-        if self.lending is not None:
-            self.lending.take_in()
+        if self.shelving is not None:
+            self.shelving.take_in()
         for kind in self.agent.take_failures():
             self._core.tally.add(metrics.FAILURES.key(kind))
 
@@ -116,8 +116,8 @@ class RemotePlanner:
     def forget(self, since: Since) -> None:
         """Offer nothing of what was computed, and accept nothing that was."""
         if since is Since.EVER:
-            if self.lending is not None:
-                self.lending.close()
+            if self.shelving is not None:
+                self.shelving.close()
             self.agent.close(TRUSTED_NO_MORE)
         else:
             self.agent.revoke()
@@ -127,8 +127,8 @@ class RemotePlanner:
         if self.peers is not None:
             peers[metrics.IN_FLIGHT.key("peer_read")] = float(self.peers.reads)
             quarantined = self.peers.quarantined
-        if self.lending is not None:
-            peers[metrics.IN_FLIGHT.key("lent")] = float(self.lending.lent_slots)
+        if self.shelving is not None:
+            peers[metrics.IN_FLIGHT.key("lent")] = float(self.shelving.lent_slots)
         return {
             metrics.IN_FLIGHT.key("lease"): float(len(self.handing)),
             metrics.IN_FLIGHT.key("quarantine"): float(self.pulls.quarantined + quarantined),

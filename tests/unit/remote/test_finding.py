@@ -21,7 +21,7 @@ from vllm_tiered_kv.remote.finding import (
 )
 from vllm_tiered_kv.remote.inquiry import Inquiry, InquiryState
 from vllm_tiered_kv.remote.leases import LeaseTable
-from vllm_tiered_kv.remote.lending import Lender
+from vllm_tiered_kv.remote.loans import ChunkLender
 from vllm_tiered_kv.remote.messages import (
     MAX_ASK_BYTES,
     MAX_KEYS,
@@ -51,7 +51,7 @@ class Peer:
     def __init__(self, net: Net, engine: str, keys: Sequence[bytes] = ()) -> None:
         self.shelf: Shelf[object] = Shelf(100)
         leases = LeaseTable(SECONDS, GRACE, 8)
-        lender = Lender(self.shelf, leases, lambda: net.now)
+        lender = ChunkLender(self.shelf, leases, lambda: net.now)
         self.server = Server(
             engine, 1, LeaseTable(SECONDS, GRACE, 8), lambda: net.now, net.count, lender
         )

@@ -9,16 +9,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from vllm_tiered_kv.remote.shelf import BATCH, Lent, Shelf
 from vllm_tiered_kv.scheduler.index import ChunkIndex, Node, NodeState
-from vllm_tiered_kv.scheduler.lending import Lending
+from vllm_tiered_kv.scheduler.shelving import Shelving
 
 SLOTS = 8
 MOST_LENT = 5
 
 
-def tier(num_slots: int = SLOTS, most: int = MOST_LENT) -> tuple[ChunkIndex, Shelf[Node], Lending]:
+def tier(num_slots: int = SLOTS, most: int = MOST_LENT) -> tuple[ChunkIndex, Shelf[Node], Shelving]:
     index = ChunkIndex(num_slots, 1)
     shelf: Shelf[Node] = Shelf(most)
-    return index, shelf, Lending(shelf, index)
+    return index, shelf, Shelving(shelf, index)
 
 
 def store(index: ChunkIndex, *keys: bytes) -> None:
@@ -61,7 +61,7 @@ def test_a_long_run_is_lent_whole() -> None:
 
 
 def test_what_is_read_is_not_evicted_until_it_is_given_back() -> None:
-    index, shelf, lending = tier(2)
+    index, shelf, shelving = tier(2)
     store(index, b"a")
     store(index, b"b")
     lent = shelf.lend([b"a"])
@@ -69,13 +69,13 @@ def test_what_is_read_is_not_evicted_until_it_is_given_back() -> None:
     assert set(index._nodes) == {b"a", b"c"}
     assert index.reserve(b"e", index.get(b"c"), [0]) is None
     shelf.give_back(lent)
-    lending.take_in()
+    shelving.take_in()
     store(index, b"d")
     assert b"a" not in index._nodes
 
 
 def test_what_has_to_go_keeps_its_slots_until_it_is_given_back() -> None:
-    index, shelf, lending = tier(1)
+    index, shelf, shelving = tier(1)
     store(index, b"a")
     lent = shelf.lend([b"a"])
     node = index.get(b"a")
@@ -84,12 +84,12 @@ def test_what_has_to_go_keeps_its_slots_until_it_is_given_back() -> None:
     assert shelf.lend([b"a"]) == []
     assert index.reserve(b"b", None, [0]) is None
     shelf.give_back(lent)
-    lending.take_in()
+    shelving.take_in()
     store(index, b"b")
 
 
 def test_after_a_reset_nothing_older_is_lent_and_what_is_read_keeps_its_slots() -> None:
-    index, shelf, lending = tier(2)
+    index, shelf, shelving = tier(2)
     store(index, b"a", b"b")
     lent = shelf.lend([b"a"])
     (slot,) = lent[0].slots
@@ -100,14 +100,14 @@ def test_after_a_reset_nothing_older_is_lent_and_what_is_read_keeps_its_slots() 
     assert node is not None
     assert node.slots != [slot]
     shelf.give_back(lent)
-    lending.take_in()
+    shelving.take_in()
     assert index.used_slots == 1
 
 
 def test_a_closed_shelf_lends_nothing_that_comes_either() -> None:
-    index, shelf, lending = tier()
+    index, shelf, shelving = tier()
     store(index, b"a")
-    lending.close()
+    shelving.close()
     store(index, b"b")
     assert shelf.lend([b"a"]) == shelf.lend([b"b"]) == []
 
@@ -117,7 +117,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index, self.shelf, self.lending = tier()
+        self.index, self.shelf, self.shelving = tier()
         self.leases: list[list[Lent[Node]]] = []
         self.open: list[Node] = []
 
@@ -165,7 +165,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def take_in(self) -> None:
-        self.lending.take_in()
+        self.shelving.take_in()
 
     @rule()
     def clear(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm_tiered_kv.remote.shelf import Shelf
 
 
-class Lending:
+class Shelving:
     """Keeps the shelf in step with the index.
 
     Args:
@@ -26,7 +26,7 @@ class Lending:
     def __init__(self, shelf: Shelf[Node], index: ChunkIndex) -> None:
         self._shelf = shelf
         self._index = index
-        index.lend(self)
+        index.guard(self)
 
     @property
     def lent_slots(self) -> int:

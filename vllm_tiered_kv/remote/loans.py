@@ -14,7 +14,7 @@ from vllm_tiered_kv.remote.messages import Find, Found, Holds, Reason, Refused
 from vllm_tiered_kv.remote.shelf import Lent, Shelf
 
 
-class Lender:
+class ChunkLender:
     """Lends chunks.
 
     Args:
