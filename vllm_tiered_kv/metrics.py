@@ -91,8 +91,10 @@ KINDS = (
     "remote_rebuilt",
     "remote_semantic",
     "remote_shutdown",
+    "remote_slots",
     "remote_ticket",
     "remote_unanswered",
+    "remote_verify",
     "remote_version",
     "report",
     "store",
@@ -138,8 +140,9 @@ FAILURES = Metric(
 HANDOFFS = Metric(
     "handoffs",
     ("event",),
-    "Prompts handed over: offered (by this engine), pulled (by this engine), failed (pulls).",
-    (("offered",), ("pulled",), ("failed",)),
+    "Prompts handed over: offered (by this engine); early, those of them that are read from slots, "
+    "so that their device blocks were free at once; pulled (by this engine), failed (pulls).",
+    (("offered",), ("early",), ("pulled",), ("failed",)),
 )
 HOOK_SECONDS = Metric(
     "hook_seconds",

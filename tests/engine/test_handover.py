@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.engine import _damage
 from tests.engine._server import (
     BLOCK_TOKENS,
     Pool,
@@ -34,10 +35,11 @@ pytest.importorskip("nixl")
 
 TO_PRODUCER = {"do_remote_decode": True, "do_remote_prefill": False}
 LEASE = 5.0
+ROOT = Path(__file__).parents[2]
 _seeds = itertools.count()
 
 
-def config(role: str, key: Path) -> dict[str, Any]:
+def config(role: str, key: Path, **remote: Any) -> dict[str, Any]:
     return {
         "kv_connector": "TieredKVConnector",
         "kv_role": role,
@@ -50,6 +52,8 @@ def config(role: str, key: Path) -> dict[str, Any]:
                 "key_file": str(key),
                 "lease": LEASE,
                 "deadline": 5.0,
+                "verify": True,
+                **remote,
             },
         },
     }
@@ -110,15 +114,35 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(servers: Pool, key: Path) -> Callable[..., Any]:
-    def one(role: str, **options: Any) -> Any:
-        return servers.private(kv_transfer_config=config(role, key), **options)
+    def one(
+        role: str,
+        remote: Mapping[str, Any] | None = None,
+        connector: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        served = {**config(role, key, **(remote or {})), **(connector or {})}
+        return servers.private(kv_transfer_config=served, **options)
 
     return one
 
 
 @pytest.fixture(scope="module")
-def pair(start: Callable[..., Any]) -> Iterator[Pair]:
-    with start("kv_producer") as producer, start("kv_consumer") as consumer:
+def damage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file is there, what the consumer pulls arrives damaged."""
+    return tmp_path_factory.mktemp("damage") / "now"
+
+
+@pytest.fixture(scope="module")
+def pair(start: Callable[..., Any], damage: Path) -> Iterator[Pair]:
+    faulty = {
+        "kv_connector": _damage.DamagedTieredKVConnector.__name__,
+        "kv_connector_module_path": _damage.__name__,
+    }
+    env = {_damage.VARIABLE: str(damage), "PYTHONPATH": str(ROOT)}
+    with (
+        start("kv_producer") as producer,
+        start("kv_consumer", connector=faulty, env=env) as consumer,
+    ):
         for running in (producer, consumer):
             running.client.complete([9, 8, 9], max_tokens=1)  # ranks come with a first step
         wait(lambda: "handoff" in json.dumps(_try(producer.client)), "the producer is not ready")
@@ -205,6 +229,42 @@ def test_the_producers_blocks_come_back(pair: Pair) -> None:
     assert producer.reset_prefix_cache()
 
 
+def test_out_of_slots_with_the_devices_blocks_free(pair: Pair, start: Callable[..., Any]) -> None:
+    with start("kv_producer", remote={"handoff": "cpu"}) as early:
+        client = early.client
+        client.complete([9, 8, 9], max_tokens=1)
+        wait(lambda: "handoff" in json.dumps(_try(client)), "the producer is not ready")
+        before = client.metrics().value("vllm:tiered_kv_handoffs_total", event="early")
+        texts = [fresh(tokens) for tokens in (3, 700, 3000)]
+        given = [prefill(client, text) for text in texts]
+        client.complete([9, 8, 9], max_tokens=1)  # figures move with requests
+        metrics = client.metrics()
+        assert metrics.value("vllm:tiered_kv_handoffs_total", event="early") - before == 3
+        assert metrics.value("vllm:tiered_kv_jobs_in_flight", direction="lease") >= 3
+        assert client.reset_prefix_cache()  # refused while anybody holds a block
+        pulled = pair.pulled()
+        got = [
+            pair.consumer.client.complete(text, max_tokens=8, kv_transfer_params=params)
+            for text, params in zip(texts, given, strict=True)
+        ]
+        assert pair.pulled() - pulled == sum(map(len, texts))
+        for text, completion in zip(texts, got, strict=True):
+            assert_same_output(alone(client, text), completion)
+
+
+def test_a_wrong_byte_is_seen_and_the_prompt_computed(pair: Pair, damage: Path) -> None:
+    consumer, text = pair.consumer.client, fresh(700)
+    params, pulled = pair.prefill(text), pair.pulled()
+    damage.touch()
+    try:
+        got = consumer.complete(text, max_tokens=8, kv_transfer_params=params)
+    finally:
+        damage.unlink()
+    assert pair.pulled() == pulled
+    assert pair.failures() == {"remote_verify": 1, "load_failed": 1}
+    assert_same_output(alone(consumer, text), got)
+
+
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_producer_that_is_gone(
     pair: Pair, start: Callable[..., Any], sign: signal.Signals
@@ -222,7 +282,8 @@ def test_a_producer_that_is_gone(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGCONT)
     assert_same_output(alone(pair.consumer.client, text), got)
-    assert pair.failures().keys() <= {"remote_unanswered", "remote_quiet"}
+    kinds = pair.failures().keys() - {"remote_verify", "load_failed"}  # of a test before
+    assert kinds <= {"remote_unanswered", "remote_quiet"}
     again = fresh(300)
     before = pair.pulled()
     pair.consumer.client.complete(again, max_tokens=2, kv_transfer_params=pair.prefill(again))

@@ -1,113 +1,159 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots of another process's pool, read into ours as the scheduler half orders it."""
+"""Two ranks over NIXL: out of one's slots into the other's pages, compared with checksums."""
 
 from __future__ import annotations
 
-import time
+import threading
+from collections.abc import Iterator
 
 import numpy as np
+import pytest
+import torch
 
-from tests.remote._peer import Peer
-from tests.remote._reader import PATIENCE, UNTOUCHED, Reader
-from vllm_tiered_kv.protocol import JobStatus, PullResult, SlotRead
+from vllm_tiered_kv.geometry import GroupGeometry, GroupKind
+from vllm_tiered_kv.layout import group_pages
+from vllm_tiered_kv.protocol import (
+    JobStatus,
+    LoadJob,
+    PullJob,
+    RankSums,
+    RemoteSetup,
+    Setup,
+    StepPlan,
+    SumJob,
+)
 from vllm_tiered_kv.remote.handoff import PeerMemory
-from vllm_tiered_kv.remote.memory import GroupLayout, Heads, RankLayout, SlotLayout, Strip
+from vllm_tiered_kv.remote.memory import Heads, Place
 from vllm_tiered_kv.remote.messages import RankMemory
-from vllm_tiered_kv.worker.remote.pulls import Pulls
+from vllm_tiered_kv.worker.pool import HostPool
+from vllm_tiered_kv.worker.remote.layout import OwnSlots
+from vllm_tiered_kv.worker.remote.side import RemoteSide, Said
 
-SLOT_BYTES, STEP, PER_SLOT = 1 << 20, 1 << 19, 2
-SLOTS = 16
-ENGINE = "ab" * 16
+pytest.importorskip("nixl")
 
-
-def layout(base: int, per_slot: int = PER_SLOT) -> RankLayout:
-    """A pool at this address; what the device's pages are does not matter here."""
-    strip = Strip("layer.0", base, STEP, STEP, True)
-    pages = GroupLayout("contents", 16, 1, SLOTS, Heads(0, 1, 1), (strip,))
-    there = Strip("layer.0", base, SLOT_BYTES, STEP, True, STEP)
-    group = GroupLayout("contents", 16, 1, SLOTS, Heads(0, 1, 1), (there,), per_slot)
-    return RankLayout(0, (pages,), SlotLayout(base, SLOT_BYTES, (group,)))
-
-
-def peer_memory(peer: Peer, per_slot: int = PER_SLOT) -> PeerMemory:
-    there = layout(peer.region.base, per_slot)
-    return PeerMemory(ENGINE, 1, (RankMemory(0, peer.endpoint, there),))
+LAYERS, BLOCKS, BLOCK_TOKENS, HEADS, CONTENT = 3, 12, 16, 2, 32
+PER_SLOT, SLOTS = 2, 8
+CHUNK = PER_SLOT * BLOCK_TOKENS
+PAGE_BYTES = HEADS * BLOCK_TOKENS * CONTENT
+SLOT_BYTES = -(-PER_SLOT * LAYERS * PAGE_BYTES // 4096) * 4096
+NAMES = tuple(f"layer.{i}" for i in range(LAYERS))
+SETUP = Setup("", b"", SLOTS, CHUNK)
+WAIT = 20.0
 
 
-class Side:
-    """A rank's reads, and what was said of them."""
+class Rank:
+    """One rank's pages, slots, and its side of hand-overs."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, seed: int, *, sends: bool) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (LAYERS, BLOCKS, HEADS, BLOCK_TOKENS, CONTENT)
+        self.cache = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        tensors = dict(zip(NAMES, self.cache, strict=True))
+        self.pool = HostPool(SLOTS, SLOT_BYTES, pin=False)
         self.failures: list[str] = []
-        self.pulls = Pulls(
-            layout(reader.memory.ctypes.data),
-            reader.transport,
+        self._news = threading.Event()
+        group = GroupGeometry(GroupKind.FULL, BLOCK_TOKENS, LAYERS * PAGE_BYTES)
+        self.side = RemoteSide(
+            0,
+            (group,),
+            (NAMES,),
+            BLOCKS,
+            (Heads(0, HEADS, HEADS),),
             lambda kind, _: self.failures.append(kind),
+            self._news.set,
         )
+        self.side.take(tensors)
+        pages = group_pages(list(tensors.values()), BLOCKS)
+        address = self.pool.tensor.data_ptr()
+        own = OwnSlots(address, SLOT_BYTES, SLOTS, CHUNK, (pages,))
+        self.side.open(RemoteSetup("127.0.0.1", sends, not sends, "contents"), own)
+        self.said = self.side.take_said()
+        assert self.said.layout is not None
 
-    def end_of(self, job: int) -> tuple[JobStatus, PullResult]:
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
-            for number, status, result in self.pulls.take():
-                assert number == job
-                return status, result
-            time.sleep(0.001)
-        raise AssertionError("it does not end")
+    def store(self, blocks: list[int], slots: list[int]) -> None:
+        """As a copy to slots leaves it; what was on the device is gone."""
+        memory = self.pool.tensor.numpy()
+        for i, block in enumerate(blocks):
+            at = slots[i // PER_SLOT] * SLOT_BYTES + i % PER_SLOT * LAYERS * PAGE_BYTES
+            image = self.cache[:, block].reshape(-1).numpy()
+            memory[at : at + len(image)] = image
+        self.cache.zero_()
 
+    def sums(self, job: SumJob) -> RankSums:
+        self.side.follow(StepPlan(SETUP, sums=(job,)))
+        while not (said := self.next_said()).sums:
+            pass
+        return said.sums[0]
 
-def test_slots_arrive_whole_and_nothing_else_is_touched(transports: str) -> None:
-    with Peer(5, SLOTS * SLOT_BYTES, transports) as peer, Reader(SLOTS * SLOT_BYTES) as reader:
-        side = Side(reader)
-        side.pulls.meet(peer_memory(peer))
-        side.pulls.start_slots(SlotRead(1, ENGINE, ((3, 9, 0),), ((7, 2, 15),), PATIENCE))
-        status, result = side.end_of(1)
-        assert (status, result.may_write) == (JobStatus.DONE, False)
-        assert result.nbytes == 3 * SLOT_BYTES
-        want = np.full_like(reader.memory, UNTOUCHED)
-        for here, there in ((3, 7), (9, 2), (0, 15)):
-            at, source = here * SLOT_BYTES, there * SLOT_BYTES
-            want[at : at + SLOT_BYTES] = peer.bytes[source : source + SLOT_BYTES]
-        assert np.array_equal(reader.memory, want)
-        assert side.failures == []
+    def pull(self, memory: PeerMemory, order: PullJob) -> JobStatus:
+        self.side.follow(StepPlan(SETUP, peers=(memory,)))
+        load = LoadJob(1, "request", (), WAIT, pull=order)
+        assert self.side.begin(load, None, holds=True)
+        while True:
+            for result in self.side.whole((), {1: load}):
+                assert result.pulled is not None
+                assert not result.pulled.may_write
+                return result.status
+            self.next_said()
 
+    def next_said(self) -> Said:
+        assert self._news.wait(WAIT)
+        self._news.clear()
+        return self.side.take_said()
 
-def test_a_read_that_is_called_off_says_whether_it_may_still_write(tcp: str) -> None:
-    with Peer(6, SLOTS * SLOT_BYTES, tcp) as peer, Reader(SLOTS * SLOT_BYTES) as reader:
-        side = Side(reader)
-        side.pulls.meet(peer_memory(peer))
-        every = tuple(range(SLOTS))
-        side.pulls.start_slots(SlotRead(1, ENGINE, ((0,),), ((0,),), PATIENCE))
-        assert side.end_of(1)[0] is JobStatus.DONE  # they are connected
-        peer.stop()
-        side.pulls.start_slots(SlotRead(2, ENGINE, (every,), (every,), PATIENCE))
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:
-            assert side.pulls.take() == []
-            time.sleep(0.01)
-        side.pulls.cancel([2])
-        status, result = side.end_of(2)
-        assert status is JobStatus.DROPPED
-        assert side.failures == []
-        peer.resume()
-        end = time.monotonic() + PATIENCE
-        while result.may_write and side.pulls.settled() != [2]:
-            assert time.monotonic() < end
-            side.pulls.take()
-            time.sleep(0.001)
+    def close(self) -> None:
+        assert self.side.close(WAIT)
+        self.pool.close()
 
 
-def test_what_cannot_be_read_is_said_and_not_begun() -> None:
-    with Peer(7, SLOTS * SLOT_BYTES) as peer, Reader(SLOTS * SLOT_BYTES) as reader:
-        side = Side(reader)
-        side.pulls.start_slots(SlotRead(1, ENGINE, ((0,),), ((0,),), PATIENCE))
-        assert side.end_of(1)[0] is JobStatus.FAILED
-        assert side.failures == ["remote_peer"]
-        side.pulls.meet(peer_memory(peer))
-        for job, there in ((2, SLOTS), (3, -1)):
-            side.pulls.start_slots(SlotRead(job, ENGINE, ((0,),), ((there,),), PATIENCE))
-            assert side.end_of(job)[0] is JobStatus.FAILED
-        assert side.failures[1:] == ["remote_range"] * 2
-        side.pulls.meet(peer_memory(peer, per_slot=1))
-        side.pulls.start_slots(SlotRead(4, ENGINE, ((0,),), ((0,),), PATIENCE))
-        assert side.end_of(4)[0] is JobStatus.FAILED
-        assert not reader.memory.any()
+@pytest.fixture
+def ranks() -> Iterator[tuple[Rank, Rank]]:
+    producer, consumer = Rank(1, sends=True), Rank(2, sends=False)
+    yield producer, consumer
+    consumer.close()
+    producer.close()
+
+
+def test_out_of_slots_into_pages_and_compared(ranks: tuple[Rank, Rank]) -> None:
+    producer, consumer = ranks
+    theirs, slots, ours = [7, 2, 9, 4, 0], [5, 0, 3], [1, 8, 3]
+    before, values = consumer.cache.clone(), producer.cache[:, theirs].clone()
+    producer.store(theirs, slots)
+    tokens = 5 * BLOCK_TOKENS - 3
+    sums = producer.sums(SumJob(9, tokens, Place.SLOTS, (tuple(slots),)))
+    layout, endpoint = producer.said.layout, producer.said.endpoint
+    assert layout is not None
+    assert endpoint is not None
+    memory = PeerMemory("a" * 32, 1, (RankMemory(0, endpoint, layout),))
+    # Its first two blocks are here already; the rest begins with the second slot.
+    order = PullJob(
+        memory.engine,
+        (tuple(ours),),
+        (tuple(slots[1:]),),
+        WAIT,
+        Place.SLOTS,
+        2 * BLOCK_TOKENS,
+        0,
+        (sums.groups,),
+    )
+    assert consumer.pull(memory, order) is JobStatus.DONE
+    before[:, ours] = values[:, 2:]
+    assert torch.equal(consumer.cache, before)
+    assert not producer.failures
+    assert not consumer.failures
+
+
+def test_what_has_changed_since_is_refused(ranks: tuple[Rank, Rank]) -> None:
+    producer, consumer = ranks
+    slots = (5, 0)
+    producer.store([7, 2, 9], list(slots))
+    sums = producer.sums(SumJob(9, 3 * BLOCK_TOKENS, Place.SLOTS, (slots,)))
+    np.bitwise_xor.at(producer.pool.tensor.numpy(), SLOT_BYTES * 5 + PAGE_BYTES + 77, 4)
+    layout, endpoint = producer.said.layout, producer.said.endpoint
+    assert layout is not None
+    assert endpoint is not None
+    memory = PeerMemory("a" * 32, 1, (RankMemory(0, endpoint, layout),))
+    local = ((1, 8, 3),)
+    order = PullJob(memory.engine, local, (slots,), WAIT, Place.SLOTS, 0, 0, (sums.groups,))
+    assert consumer.pull(memory, order) is JobStatus.FAILED
+    assert consumer.failures == ["remote_verify"]

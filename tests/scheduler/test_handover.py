@@ -285,8 +285,6 @@ def test_without_a_tier(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("remote", "word"),
     [
-        ({"handoff": "cpu"}, "remote.handoff"),
-        ({"verify": True}, "remote.verify"),
         ({"key_file": "/nowhere/fleet.key"}, "remote.key_file"),
         ({"listen": "192.0.2.1:7600"}, "remote.listen"),
     ],

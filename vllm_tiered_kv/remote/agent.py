@@ -183,8 +183,10 @@ class RemoteAgent:
         """How a rank's pages lie, and how peers can read them."""
         self._insist(self._learn, layout, endpoint)
 
-    def offer(self, offer: Offer, proof: bytes) -> tuple[Ticket, str] | None:
-        """Hand KV over to who comes with the ticket.
+    def promise(self, tokens: int, proof: bytes) -> tuple[Ticket, str] | None:
+        """Hand the KV of so many tokens over to who comes with the ticket.
+
+        Who comes waits until :meth:`settle` has said where it is.
 
         Returns:
             The ticket, and the same sealed; None if nothing can be handed over now. Else the memory
@@ -199,13 +201,17 @@ class RemoteAgent:
             address.host,
             address.port,
             next(self._numbers),
-            offer.tokens,
+            tokens,
             proof,
         )
-        if not self._say(self._server.offer, ticket.lease, offer):
+        if not self._say(self._server.promise, ticket.lease):
             return None
         self._outstanding += 1
         return ticket, seal(ticket, self.settings.sealing)
+
+    def settle(self, lease: int, offer: Offer) -> None:
+        """What was promised is there."""
+        self._insist(self._server.settle, lease, offer)
 
     # -- what is wanted: a consumer ----------------------------------------------------
 
@@ -313,6 +319,8 @@ class RemoteAgent:
         for address, data in heard.answers:
             self._do(self._hear, address, data)
         self._freed.extend(self._server.take_freed())
+        for peer, answer in self._server.take_late():
+            self._do(self._sockets.reply, peer, answer)
         for side in (self._client, self._finder):
             gone, side.gone = side.gone, []
             self._gone.extend(gone)

@@ -297,7 +297,7 @@ class Client:
         self._greet(peer, question.engine, now)
 
     def _allow(self, handoff: Handoff, answer: Granted, memory: PeerMemory) -> None:
-        handoff.granted = handoffs.Granted(answer.blocks, memory)
+        handoff.granted = handoffs.Granted(answer.blocks, memory, answer.place, answer.sums)
         handoff.state = State.GRANTED
 
     def _renewed(self, peer: _Peer, question: _Question, answer: Renewed) -> None:

@@ -18,7 +18,7 @@ from vllm_tiered_kv.remote.agent import RemoteAgent, RemoteSettings
 from vllm_tiered_kv.remote.channel import ControlSockets
 from vllm_tiered_kv.remote.memory import Heads, heads_of_rank
 from vllm_tiered_kv.remote.messages import MAX_GROUPS, MAX_RANKS, Identity
-from vllm_tiered_kv.remote.options import Address, Handoff, RemoteOptions, parse_address
+from vllm_tiered_kv.remote.options import Address, RemoteOptions, parse_address
 from vllm_tiered_kv.remote.pages import contents_of
 
 if TYPE_CHECKING:
@@ -144,12 +144,11 @@ def _check(vllm_config: VllmConfig, options: RemoteOptions, geometry: Geometry, 
     Raises:
         ConfigError: the message says why.
     """
-    for key, value, asked in (
-        ("handoff", "cpu", options.handoff is Handoff.CPU),
-        ("verify", True, options.verify),
-    ):
-        if asked:
-            raise ConfigError(f"remote.{key}: {value!r} is not built yet; leave it out")
+    if options.verify and not compat.is_cpu():
+        raise ConfigError(
+            "remote.verify: checksums are made of KV in host memory, and this engine has it on a "
+            "device; leave it out"
+        )
     if not geometry.keeps_all:
         raise ConfigError(
             "remote: a model with sliding windows or recurrent states cannot be handed over yet; "

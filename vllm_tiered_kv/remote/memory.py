@@ -14,6 +14,7 @@ all layers: block `i` of the chunk in slot `s` lies at `address + s * stride + i
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 import msgspec
@@ -25,6 +26,13 @@ MAX_LAYOUT_GROUPS = 64
 
 Small = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Stride = Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
+
+
+class Place(enum.Enum):
+    """Where a prompt's KV lies on every rank."""
+
+    PAGES = "pages"  # of the KV cache, by block number
+    SLOTS = "slots"  # of the host pool, by slot number, a chunk each
 
 
 class Strip(msgspec.Struct, frozen=True, array_like=True):
@@ -66,6 +74,11 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
     """Of the layers on this rank; layers that share memory have one each."""
     per_slot: Small = 1
     """Blocks in a slot; 1 in the KV cache."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, or of a slot."""
+        return self.entry_tokens * self.entries * self.per_slot
 
 
 class SlotLayout(msgspec.Struct, frozen=True, array_like=True):

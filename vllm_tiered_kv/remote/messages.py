@@ -15,17 +15,19 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from vllm_tiered_kv.remote.memory import RankLayout
+from vllm_tiered_kv.remote.memory import Place, RankLayout
 from vllm_tiered_kv.remote.ticket import Count, Incarnation
 from vllm_tiered_kv.remote.transport import Endpoint
 
-VERSION = 1
+VERSION = 2
 MAX_ASK_BYTES = 1 << 16
 MAX_ANSWER_BYTES = 1 << 24
 MAX_RANKS = 64
 MAX_GROUPS = 16
 MAX_BLOCKS = 1 << 20
 """Of one hand-over in one KV cache group."""
+MAX_SUMS = 1 << 22
+"""Bytes of one hand-over's checksums in one KV cache group on one rank."""
 MAX_HOLDS = 256
 """Leases in one message."""
 MAX_KEYS = 1792
@@ -38,6 +40,19 @@ Block = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 BlockHash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=32)]
 Content = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Sentence = Annotated[str, msgspec.Meta(max_length=1000)]
+
+
+Sums = Annotated[
+    tuple[
+        Annotated[
+            tuple[Annotated[bytes, msgspec.Meta(max_length=MAX_SUMS)], ...],
+            msgspec.Meta(max_length=MAX_GROUPS),
+        ],
+        ...,
+    ],
+    msgspec.Meta(max_length=MAX_RANKS),
+]
+"""Checksums, by rank and KV cache group, see `worker.remote.checksums`; none: there are none."""
 
 
 class MessageError(ValueError):
@@ -161,7 +176,9 @@ class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
         tuple[Annotated[tuple[Block, ...], msgspec.Meta(max_length=MAX_BLOCKS)], ...],
         msgspec.Meta(min_length=1, max_length=MAX_GROUPS),
     ]
-    """By KV cache group, from the prompt's first token on."""
+    """By KV cache group, from the prompt's first token on; slots, if that is the place."""
+    place: Place = Place.PAGES
+    sums: Sums = ()
 
 
 class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):

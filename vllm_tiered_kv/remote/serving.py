@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from vllm_tiered_kv.remote.leases import Denial, LeaseTable
+from vllm_tiered_kv.remote.leases import MAX_HOLDERS, Denial, LeaseTable
 from vllm_tiered_kv.remote.loans import ChunkLender
+from vllm_tiered_kv.remote.memory import Place
 from vllm_tiered_kv.remote.messages import (
     VERSION,
     Answer,
@@ -28,6 +29,7 @@ from vllm_tiered_kv.remote.messages import (
     Renew,
     Renewed,
     Return,
+    Sums,
     Take,
     Welcome,
     decode_ask,
@@ -50,7 +52,19 @@ class Offer(msgspec.Struct, frozen=True):
 
     tokens: int
     blocks: tuple[tuple[int, ...], ...]
-    """Device blocks by KV cache group."""
+    """By KV cache group; slots, if that is the place."""
+    place: Place = Place.PAGES
+    sums: Sums = ()
+    """Checksums; none: none are made."""
+
+
+class _Taker(msgspec.Struct, frozen=True):
+    """Somebody who wants what is not there yet."""
+
+    peer: bytes
+    number: int
+    """Of the question."""
+    holder: str
 
 
 class Server:
@@ -81,7 +95,12 @@ class Server:
         self._clock = clock
         self._count = count
         self._rate = RateLimit(RATE, BURST, MAX_ASKERS)
-        self._offers: dict[int, Offer] = {}
+        self._offers: dict[int, Offer | None] = {}
+        """None: promised, and not there yet."""
+        self._takers: dict[int, list[_Taker]] = {}
+        """Who waits for these."""
+        self._late: list[tuple[bytes, bytes]] = []
+        """Answers that had to wait."""
         self._memory: dict[int, RankMemory] = {}
         self._generation = 0
         self._identity: Identity | None = None
@@ -106,13 +125,29 @@ class Server:
     def is_ready(self) -> bool:
         return self._identity is not None and len(self._memory) == self._ranks
 
-    def offer(self, lease: int, offer: Offer) -> None:
-        """Something can be taken from now on, until :meth:`take_freed` names its lease."""
+    def promise(self, lease: int) -> None:
+        """Something can be taken from now on, until :meth:`take_freed` names its lease.
+
+        Who takes it before :meth:`settle` has said what it is waits for that.
+        """
         if self._leases.grant(lease, self._clock()):
-            self._offers[lease] = offer
+            self._offers[lease] = None
             return
         self._count("remote_leases", "too many hand-overs are waiting to be fetched")
         self._turned_away.append(lease)
+
+    def settle(self, lease: int, offer: Offer) -> None:
+        """What was promised is there; nothing happens if its lease is over."""
+        if lease not in self._offers:
+            return
+        self._offers[lease] = offer
+        for taker in self._takers.pop(lease, ()):
+            self._late.append((taker.peer, encode(self._granted(taker.number, offer))))
+
+    def take_late(self) -> list[tuple[bytes, bytes]]:
+        """Answers that had to wait, and to whom; each once."""
+        late, self._late = self._late, []
+        return late
 
     def close(self, why: str) -> None:
         """Grant nothing any more: what there is may not be what it was said to be."""
@@ -122,7 +157,10 @@ class Server:
 
     def revoke(self) -> None:
         """Grant nobody what is offered now."""
-        self._leases.revoke(self._clock())
+        now = self._clock()
+        for lease in list(self._takers):
+            self._turn_away(lease, now)
+        self._leases.revoke(now)
         if self._lender is not None:
             self._lender.revoke()
 
@@ -136,6 +174,7 @@ class Server:
         self._leases.expire(self._clock())
         freed, self._turned_away = self._turned_away, []
         for lease in self._leases.take_freed():
+            self._turn_away(lease, self._clock())
             del self._offers[lease]
             freed.append(lease)
         return freed
@@ -161,10 +200,10 @@ class Server:
         except MessageError as error:
             self._count("remote_message", f"a peer's message cannot be read: {error}")
             return None
-        answer = self._answer(ask)
+        answer = self._answer(peer, ask)
         return encode(answer) if answer is not None else None
 
-    def _answer(self, ask: Ask) -> Answer | None:
+    def _answer(self, peer: bytes, ask: Ask) -> Answer | None:
         now = self._clock()
         if isinstance(ask, Release):
             if ask.engine == self._engine:
@@ -191,7 +230,7 @@ class Server:
             return refused
         if isinstance(ask, Hello):
             return Welcome(ask.number, self._generation, self._ranks_memory())
-        return self._take(ask, now)
+        return self._take(peer, ask, now)
 
     def _ranks_memory(self) -> tuple[RankMemory, ...]:
         return tuple(self._memory[rank] for rank in sorted(self._memory))
@@ -200,7 +239,7 @@ class Server:
         if ask.asker == self._engine:
             return Refused(ask.number, Reason.SELF, "this is the engine that asks")
         if self._lender is None:
-            return Refused(ask.number, Reason.LENDS_NOTHING, "this engine has no CPU tier to lend")
+            return Refused(ask.number, Reason.LENDS_NOTHING, "this engine lends nothing")
         refused = self._compare(ask.number, ask.identity)
         if refused is not None:
             return refused
@@ -211,20 +250,41 @@ class Server:
             return Refused(ask.number, Reason.NOT_READY, f"this engine lends nothing: {self._why}")
         return self._lender.find(ask, self._generation)
 
-    def _take(self, ask: Take, now: float) -> Answer:
-        denial = self._leases.take(ask.hold.lease, ask.hold.holder, now)
+    def _take(self, peer: bytes, ask: Take, now: float) -> Answer | None:
+        lease = ask.hold.lease
+        denial = self._leases.take(lease, ask.hold.holder, now)
         if denial is None:
-            offer = self._offers[ask.hold.lease]
-            return Granted(
-                ask.number, self._leases.seconds, self._generation, offer.tokens, offer.blocks
-            )
+            offer = self._offers[lease]
+            if offer is not None:
+                return self._granted(ask.number, offer)
+            takers = self._takers.setdefault(lease, [])
+            if len(takers) < MAX_HOLDERS:
+                takers.append(_Taker(peer, ask.number, ask.hold.holder))
+            return None
         if denial is Denial.TOO_MANY:
             return Refused(ask.number, Reason.LIMIT, "too many read this hand-over already")
-        return Refused(
-            ask.number,
-            Reason.LEASE,
-            f"lease {ask.hold.lease} is over: it is kept for {self._leases.seconds:g} seconds",
+        return self._over(ask.number, lease)
+
+    def _granted(self, number: int, offer: Offer) -> Granted:
+        return Granted(
+            number,
+            self._leases.seconds,
+            self._generation,
+            offer.tokens,
+            offer.blocks,
+            offer.place,
+            offer.sums,
         )
+
+    def _over(self, number: int, lease: int) -> Refused:
+        kept = f"it is kept for {self._leases.seconds:g} seconds"
+        return Refused(number, Reason.LEASE, f"lease {lease} is over: {kept}")
+
+    def _turn_away(self, lease: int, now: float) -> None:
+        """Nobody gets what they have been waiting for."""
+        for taker in self._takers.pop(lease, ()):
+            self._late.append((taker.peer, encode(self._over(taker.number, lease))))
+            self._leases.release(lease, taker.holder, now)
 
     def _compare(self, number: int, theirs: Identity) -> Refused | None:
         """Whether KV of ours means and lies the same there."""

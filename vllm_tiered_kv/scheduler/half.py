@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_tiered_kv import compat, metrics
 from vllm_tiered_kv.channel import SchedulerEndpoint
 from vllm_tiered_kv.params import DEFAULT, ParamsError, parse_params
-from vllm_tiered_kv.protocol import Direction, Setup, SlotRead, StepPlan, WorkerReport
+from vllm_tiered_kv.protocol import Direction, Setup, StepPlan, WorkerReport
 from vllm_tiered_kv.scheduler.adapters import LoraName
 from vllm_tiered_kv.scheduler.core import TIER, Core, SchedulerSettings
 from vllm_tiered_kv.scheduler.disk import Since
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         Request,
         SchedulerOutput,
     )
-    from vllm_tiered_kv.remote.handoff import PeerMemory
+    from vllm_tiered_kv.scheduler.handing import Handed
     from vllm_tiered_kv.tiers.disk.agent import DiskAgent
 
 
@@ -63,12 +63,12 @@ class SchedulerHalf:
         self._on_shutdown = on_shutdown
         self.core = Core(settings, clock, agent)
         self.gate = RequestGate(self.core)
-        self.remote = RemotePlanner(self.core, remote) if remote is not None else None
+        self.stores = StorePlanner(self.core, self._drain_once)
+        self.remote = RemotePlanner(self.core, self.stores, remote) if remote is not None else None
         """Hand-overs between engines; None without."""
         pulls = self.remote.pulls if self.remote is not None else None
         peers = self.remote.peers if self.remote is not None else None
         self.loads = LoadPlanner(self.core, self.gate, pulls, peers)
-        self.stores = StorePlanner(self.core, self._drain_once)
         self.first_tokens = FirstTokens(self.core)
         self._endpoint = endpoint
         self._setup = Setup(
@@ -218,34 +218,13 @@ class SchedulerHalf:
             not output.num_scheduled_tokens,
             tuple(self.core.adapters.watch),
             tuple(self.core.adapters.unwatch),
-            *self._peers(),
-            *self._slot_reads(),
+            *(self.remote.take_news() if self.remote is not None else ()),
         )
         for sent in (loads.jobs, stores.jobs, stores.fences, loads.cancels, loads.refail):
             sent.clear()
         self.core.adapters.watch.clear()
         self.core.adapters.unwatch.clear()
         return plan
-
-    def _peers(self) -> tuple[tuple[PeerMemory, ...], tuple[str, ...]]:
-        """Other engines' memory that the ranks are told of with this step, and who is gone."""
-        if self.remote is None:
-            return (), ()
-        pulls = self.remote.pulls
-        said = tuple(pulls.peers), tuple(pulls.gone)
-        pulls.peers.clear()
-        pulls.gone.clear()
-        return said
-
-    def _slot_reads(self) -> tuple[tuple[SlotRead, ...], tuple[int, ...]]:
-        """What the ranks read out of other engines' CPU tiers from this step on, and what not."""
-        peers = self.remote.peers if self.remote is not None else None
-        if peers is None:
-            return (), ()
-        said = tuple(peers.orders), tuple(peers.cancels)
-        peers.orders.clear()
-        peers.cancels.clear()
-        return said
 
     def step_ended(self) -> None:
         """vLLM has taken in the output of the oldest step that was planned."""
@@ -311,10 +290,8 @@ class SchedulerHalf:
             elif request_id in output.finished_recving:
                 self._parked.add(request_id)
 
-    def finished(
-        self, request: Request, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
-        """The request ends; its blocks are freed when this returns.
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Handed | None:
+        """The request ends; its blocks are freed when this returns, unless they are waited for.
 
         Returns:
             What another engine can go on from; None if nothing is handed over.

@@ -168,6 +168,10 @@ class ChunkIndex:
     def used_slots(self) -> int:
         return self._slots.used
 
+    @property
+    def free_slots(self) -> int:
+        return self._slots.free
+
     def limit(self, num_slots: int) -> None:
         """A rank has room for so many slots only: store in no others from now on."""
         self._slots.limit(num_slots)
@@ -245,6 +249,24 @@ class ChunkIndex:
             for group in later:
                 node.coming[group], slots[group] = slots[group], ABSENT
             self.pin(node)
+        return node
+
+    def borrow(self, groups: Sequence[int]) -> Node | None:
+        """Slots for bytes that are nobody's chunk, evicting if need be.
+
+        The node is not in the index and never will be; its slots are free with its last pin, of
+        which it has one. None if there is no room.
+        """
+        taken = self._take(len(groups), b"", keep=None)
+        if taken is None:
+            return None
+        slots = [ABSENT] * self._num_groups
+        for group, slot in zip(groups, taken, strict=True):
+            slots[group] = slot
+        node = Node(b"", None, slots, self._clock)
+        node.state = NodeState.GONE
+        node.pins = 1
+        self._pinned.add(node)
         return node
 
     def extend(self, node: Node, groups: Sequence[int]) -> bool:
@@ -374,7 +396,8 @@ class ChunkIndex:
 
     def _hold(self, node: Node) -> None:
         node.pins += 1
-        self._policy.hold(node)
+        if node.state is not NodeState.GONE:
+            self._policy.hold(node)
 
     def _release(self, node: Node) -> None:
         node.pins -= 1

@@ -72,12 +72,16 @@ class Pulls:
         core: what the scheduler half's parts share.
         agent: runs the control channel.
         deadline: seconds a read may take.
+        verify: take nothing without checksums, and compare them.
     """
 
-    def __init__(self, core: Core, agent: RemoteAgent, deadline: float) -> None:
+    def __init__(
+        self, core: Core, agent: RemoteAgent, deadline: float, *, verify: bool = False
+    ) -> None:
         self._core = core
         self._agent = agent
         self._deadline = deadline
+        self._verify = verify
         self._pool: BlockPool | None = None
         self._known: dict[str, int] = {}
         """Engines whose memory the ranks know, and of which generation."""
@@ -136,6 +140,13 @@ class Pulls:
             self._core.fail("remote_proof", "what was handed over is not of this prompt; ignored")
             self.drop(state)
             return start, start
+        if self._verify and handoff.granted is not None and not handoff.granted.sums:
+            self._core.fail(
+                "remote_verify",
+                "a hand-over without checksums is ignored: give the producer verify as well",
+            )
+            self.drop(state)
+            return start, start
         return start, max(start, handoff.ticket.tokens)
 
     def drop(self, state: RequestState) -> None:
@@ -156,7 +167,9 @@ class Pulls:
         geometry = self._core.geometry
         if granted is None or state.content is None or ticket.tokens > state.request.num_tokens:
             return False
-        counts = [-(-ticket.tokens // group.block_tokens) for group in geometry.groups]
+        counts = [-(-ticket.tokens // tokens) for tokens in granted.block_tokens]
+        if len(counts) != len(geometry.groups):
+            return False
         if [len(blocks) for blocks in granted.blocks] != counts:
             return False
         if state.proven is not handoff:
@@ -189,22 +202,36 @@ class Pulls:
         granted = handoff.granted if handoff is not None else None
         if handoff is None or granted is None or handoff.state is not State.GRANTED:
             return None
-        local, remote = [], []
-        for group, table, theirs in zip(geometry.groups, tables, granted.blocks, strict=True):
+        local, remote, skips = [], [], set()
+        for group, table, theirs, size in zip(
+            geometry.groups, tables, granted.blocks, granted.block_tokens, strict=True
+        ):
             if start % group.block_tokens:
                 return None
             first, last = start // group.block_tokens, -(-end // group.block_tokens)
             ours = tuple(table[first:last])
-            if len(ours) < last - first or last > len(theirs) or self._core.null_block in ours:
+            if len(ours) < last - first or self._core.null_block in ours:
                 return None
             local.append(ours)
-            remote.append(tuple(theirs[first:last]))
+            remote.append(tuple(theirs[start // size : -(-end // size)]))
+            skips.add(start % size)
+        if len(skips) != 1:
+            return None
         self.introduce(granted.memory)
         active = ActivePull(handoff, tuple(b for group in local for b in group), end - start)
         self._active[job] = active
         state.handoff = None
-        memory = granted.memory
-        return PullJob(memory.engine, tuple(local), tuple(remote), self._deadline), active
+        order = PullJob(
+            granted.memory.engine,
+            tuple(local),
+            tuple(remote),
+            self._deadline,
+            granted.place,
+            start,
+            skips.pop(),
+            granted.sums if self._verify else (),
+        )
+        return order, active
 
     def introduce(self, memory: PeerMemory) -> None:
         """Tell the ranks where a producer's memory is, if they do not know."""

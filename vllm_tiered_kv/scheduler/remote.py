@@ -7,14 +7,14 @@ Scheduler thread only; the control channel is the agent's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.params import ParamsError
-from vllm_tiered_kv.protocol import RemoteSetup, WorkerReport
+from vllm_tiered_kv.protocol import RemoteSetup, SlotRead, SumJob, WorkerReport
 from vllm_tiered_kv.remote.params import parse_remote
 from vllm_tiered_kv.scheduler.disk import Since
-from vllm_tiered_kv.scheduler.handing import HandOvers
+from vllm_tiered_kv.scheduler.handing import Handed, HandingOptions, HandOvers
 from vllm_tiered_kv.scheduler.peers import PeerTier
 from vllm_tiered_kv.scheduler.pulls import Pulls
 from vllm_tiered_kv.scheduler.shelving import Shelving
@@ -22,8 +22,10 @@ from vllm_tiered_kv.scheduler.shelving import Shelving
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import BlockPool
     from vllm_tiered_kv.remote.agent import RemoteAgent
+    from vllm_tiered_kv.remote.handoff import PeerMemory
     from vllm_tiered_kv.scheduler.core import Core
     from vllm_tiered_kv.scheduler.requests import RequestState
+    from vllm_tiered_kv.scheduler.stores import StorePlanner
 
 TRUSTED_NO_MORE = "its caches were reset, perhaps for new weights, which are not looked at again"
 
@@ -41,6 +43,18 @@ class RemoteParts(NamedTuple):
     """Seconds a read from a peer may take."""
     contents: str
     """A digest of what the bytes in a page mean, KV heads apart."""
+    handing: HandingOptions = HandingOptions()
+
+
+class RemoteNews(NamedTuple):
+    """What the ranks are told with a step, in the order of `StepPlan`."""
+
+    peers: tuple[PeerMemory, ...] = ()
+    gone: tuple[str, ...] = ()
+    sums: tuple[SumJob, ...] = ()
+    sent: tuple[str, ...] = ()
+    reads: tuple[SlotRead, ...] = ()
+    uncalled: tuple[int, ...] = ()
 
 
 class RemotePlanner:
@@ -48,14 +62,17 @@ class RemotePlanner:
 
     Args:
         core: what the scheduler half's parts share.
+        stores: copies out of the device.
         parts: what hand-overs need.
     """
 
-    def __init__(self, core: Core, parts: RemoteParts) -> None:
+    def __init__(self, core: Core, stores: StorePlanner, parts: RemoteParts) -> None:
         self._core = core
         self.agent = parts.agent
-        self.handing = HandOvers(core, parts.agent, parts.engine_id, parts.tensor_parallel)
-        self.pulls = Pulls(core, parts.agent, parts.deadline)
+        self.handing = HandOvers(
+            core, parts.agent, stores, parts.engine_id, parts.tensor_parallel, parts.handing
+        )
+        self.pulls = Pulls(core, parts.agent, parts.deadline, verify=parts.handing.verify)
         settings = parts.agent.settings
         self.shelving: Shelving | None = None
         """What peers may read of the CPU tier; None where nothing is lent."""
@@ -85,10 +102,8 @@ class RemotePlanner:
             return
         self.pulls.arrived(state)
 
-    def finished(
-        self, state: RequestState, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
-        """A request ends: the parameters that another engine goes on from, if any."""
+    def finished(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> Handed | None:
+        """A request ends: what another engine goes on from, if anything."""
         try:
             return self.handing.finished(state, block_ids)
         except Exception:  # noqa: BLE001 - it would end the engine
@@ -112,6 +127,24 @@ class RemotePlanner:
             self.pulls.settled(report.rank, report.settled)
         if self.peers is not None and (report.reads or report.settled):
             self.peers.report(report.rank, report.reads, report.settled)
+        for sums in report.sums:
+            self.handing.summed(report.rank, sums.lease, sums.groups)
+
+    def take_news(self) -> RemoteNews:
+        """What the ranks are to be told with this step; once."""
+        pulls, handing, peers = self.pulls, self.handing, self.peers
+        orders, cancels = (peers.orders, peers.cancels) if peers is not None else ([], [])
+        told = RemoteNews(
+            tuple(pulls.peers),
+            tuple(pulls.gone),
+            tuple(handing.sums),
+            tuple(handing.sent),
+            tuple(orders),
+            tuple(cancels),
+        )
+        for each in (pulls.peers, pulls.gone, handing.sums, handing.sent, orders, cancels):
+            each.clear()
+        return told
 
     def forget(self, since: Since) -> None:
         """Offer nothing of what was computed, and accept nothing that was."""

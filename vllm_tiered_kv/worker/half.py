@@ -83,6 +83,8 @@ class LoadOutcome:
         """Also in ``finished``: nothing of these loads counts."""
         self.bad_blocks: set[int] = set()
         """Device blocks that did not arrive, of loads whose head does count."""
+        self.sent: set[str] = set()
+        """Requests whose blocks are not needed any more."""
 
 
 class WorkerHalf:
@@ -148,6 +150,7 @@ class WorkerHalf:
         self._loads: dict[int, LoadJob] = {}  # engine thread only
         self._ended: list[JobResult] = []  # loads whose end vLLM has not been told
         self._refail: set[str] = set()
+        self._sent: set[str] = set()
         self._mark: Any = None
         self._plan: StepPlan | None = None
         self._unstarted: tuple[StoreJob, ...] = ()
@@ -346,6 +349,7 @@ class WorkerHalf:
 
     def start_loads(self, plan: StepPlan) -> None:
         self._refail.update(plan.refail)
+        self._sent.update(plan.sent)
         self._submit_loads(plan.loads)
         if plan.cancels and (lane := self._lanes.get(Direction.LOAD)) is not None:
             lane.call_off(plan.cancels, JobStatus.DROPPED)
@@ -406,6 +410,7 @@ class WorkerHalf:
         outcome.finished |= self._refail
         outcome.failed |= self._refail
         self._refail = set()
+        outcome.sent, self._sent = self._sent, set()
         return outcome
 
     def take_report(self) -> WorkerReport | None:
@@ -524,10 +529,10 @@ class WorkerHalf:
         )
 
     def _copying(self) -> bool:
-        """Whether a load, a store, or a read of a file or of a peer's slots is under way."""
+        """Whether a load, a store, a read of a file or of a peer's slots, or a checksum goes on."""
         if self._loads or (self._disk is not None and self._disk.is_reading):
             return True
-        if self.remote is not None and self.remote.is_reading:
+        if self.remote is not None and (self.remote.is_summing or self.remote.is_reading):
             return True
         lane = self._lanes.get(Direction.STORE)
         return lane is not None and lane.in_flight > 0

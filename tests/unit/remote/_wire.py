@@ -40,11 +40,14 @@ class Producer:
         self._numbers = itertools.count(1)
 
     def offer(self, offer: Offer = OFFER) -> Ticket:
+        ticket = self.promise(offer.tokens)
+        self.server.settle(ticket.lease, offer)
+        return ticket
+
+    def promise(self, tokens: int = OFFER.tokens) -> Ticket:
         lease = next(self._numbers)
-        self.server.offer(lease, offer)
-        return Ticket(
-            VERSION, self.engine, ADDRESS.host, ADDRESS.port, lease, offer.tokens, b"p" * 32
-        )
+        self.server.promise(lease)
+        return Ticket(VERSION, self.engine, ADDRESS.host, ADDRESS.port, lease, tokens, b"p" * 32)
 
 
 class Wire:

@@ -12,6 +12,8 @@ from tests.unit.remote._wire import ADDRESS, GRACE, IDENTITY, OFFER, SECONDS, Pr
 from vllm_tiered_kv.remote import serving
 from vllm_tiered_kv.remote.asking import ASK_SECONDS, IDLE_SECONDS, MAX_QUIET_SECONDS
 from vllm_tiered_kv.remote.handoff import Handoff, State
+from vllm_tiered_kv.remote.leases import MAX_HOLDERS
+from vllm_tiered_kv.remote.memory import Place
 from vllm_tiered_kv.remote.messages import (
     MAX_ASK_BYTES,
     VERSION,
@@ -426,3 +428,71 @@ def test_what_is_too_large_or_of_another_version_is_not_parsed() -> None:
     with pytest.raises(OtherVersion) as error:
         decode_ask(b"\x07\xff\xff")
     assert error.value.version == 7
+
+
+# -- what is promised before it is there ---------------------------------------------------
+
+
+def promised(wire: Wire) -> tuple[Handoff, int]:
+    """A hand-over that is asked for, and its lease, before it is where it will be read from."""
+    assert wire.producer is not None
+    ticket = wire.producer.promise()
+    handoff = wire.open(ticket)
+    wire.run()
+    assert handoff.state is State.ASKING
+    return handoff, ticket.lease
+
+
+def deliver_late(wire: Wire) -> None:
+    assert wire.producer is not None
+    wire.answers += [answer for _, answer in wire.producer.server.take_late()]
+    wire.run()
+
+
+def test_who_comes_early_waits_and_is_told_where_it_is(wire: Wire) -> None:
+    handoff, lease = promised(wire)
+    assert wire.producer is not None
+    sums = ((b"s" * 16,),)
+    wire.producer.server.settle(lease, serving.Offer(100, ((3, 4),), Place.SLOTS, sums))
+    deliver_late(wire)
+    assert handoff.state is State.GRANTED
+    assert handoff.granted is not None
+    assert (handoff.granted.place, handoff.granted.blocks) == (Place.SLOTS, ((3, 4),))
+    assert handoff.granted.sums == sums
+    assert handoff.valid_until == 1000.0 + SECONDS
+    wire.client.release(handoff)
+    wire.run()
+    assert freed(wire) == [lease]
+
+
+def test_who_waits_is_turned_away_when_nothing_comes(wire: Wire) -> None:
+    handoff, lease = promised(wire)
+    assert wire.producer is not None
+    wire.producer.server.revoke()
+    assert freed(wire) == [lease]  # nobody reads: there is nobody to wait for
+    deliver_late(wire)
+    assert handoff.state is State.OVER
+    assert wire.failures == ["remote_lease"]
+    wire.producer.server.settle(lease, OFFER)
+    assert wire.producer.server.take_late() == []
+
+
+def test_what_comes_after_its_lease_is_offered_to_nobody(wire: Wire) -> None:
+    _, lease = promised(wire)
+    assert wire.producer is not None
+    wire.now += SECONDS + GRACE
+    assert freed(wire) == [lease]
+    wire.producer.server.settle(lease, OFFER)
+    late = [decode_answer(answer) for _, answer in wire.producer.server.take_late()]
+    assert [type(answer) for answer in late] == [Refused]
+
+
+def test_those_who_wait_for_one_promise_are_bounded(wire: Wire) -> None:
+    _, lease = promised(wire)
+    assert wire.producer is not None
+    server = wire.producer.server
+    for number in range(3 * MAX_HOLDERS):
+        take = Take(number, wire.producer.engine, IDENTITY, Hold(lease, "the same"))
+        assert server.answer(b"peer", encode(take)) is None
+    server.settle(lease, OFFER)
+    assert len(server.take_late()) == MAX_HOLDERS

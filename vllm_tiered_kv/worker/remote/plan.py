@@ -138,10 +138,49 @@ def place_entries(
     return Places(blocks[block // per_slot], block % per_slot, index % entries)
 
 
+def check_places(places: Places, group: GroupLayout) -> None:
+    """See that a group has all of these.
+
+    Raises:
+        OutOfRange: a block doesn't exist.
+    """
+    if len(places.blocks) and not (
+        places.blocks.min() >= 0
+        and places.blocks.max() < group.num_blocks
+        and places.within.min() >= 0
+        and places.within.max() < group.per_slot
+    ):
+        raise OutOfRange(f"a block is not one of {group.num_blocks}")
+
+
 def whole_slots(slots: Int64s) -> Places:
     """Slots for a read along :func:`plan_slot_routes`."""
     nothing = np.zeros(len(slots), dtype=np.int64)
     return Places(slots, nothing, nothing)
+
+
+def plan_slots(
+    routes: Sequence[GroupRoutes], local: Sequence[Sequence[int]], remote: Sequence[Sequence[int]]
+) -> dict[int, list[Runs]]:
+    """The runs that copy whole slots, by the rank that they are read from.
+
+    Args:
+        routes: by KV cache group, see :func:`plan_slot_routes`.
+        local: slots that are written, by group.
+        remote: those they are read from, as many.
+
+    Raises:
+        OutOfRange: slots that a side doesn't have, or other groups.
+    """
+    if not len(local) == len(remote) == len(routes):
+        raise OutOfRange(f"{len(remote)} groups for {len(local)} of {len(routes)}")
+    by_rank: dict[int, list[Runs]] = {}
+    for group, ours, theirs in zip(routes, local, remote, strict=True):
+        here = whole_slots(np.array(ours, dtype=np.int64))
+        there = whole_slots(np.array(theirs, dtype=np.int64))
+        for runs in plan_read(group, here, there):
+            by_rank.setdefault(runs.rank, []).append(runs)
+    return by_rank
 
 
 def plan_read(routes: GroupRoutes, local: Places, remote: Places) -> list[Runs]:
@@ -152,14 +191,8 @@ def plan_read(routes: GroupRoutes, local: Places, remote: Places) -> list[Runs]:
     """
     if len(local.blocks) != len(remote.blocks):
         raise OutOfRange(f"{len(remote.blocks)} entries for {len(local.blocks)} places")
-    for places, group in ((local, routes.local), (remote, routes.remote)):
-        if len(places.blocks) and not (
-            places.blocks.min() >= 0
-            and places.blocks.max() < group.num_blocks
-            and places.within.min() >= 0
-            and places.within.max() < group.per_slot
-        ):
-            raise OutOfRange(f"a block is not one of {group.num_blocks}")
+    check_places(local, routes.local)
+    check_places(remote, routes.remote)
     return [_runs(route, local, remote) for route in routes.routes if len(local.blocks)]
 
 

@@ -19,6 +19,7 @@ from vllm_tiered_kv.protocol import (
     JobStatus,
     LoadJob,
     PullResult,
+    RankSums,
     RemoteSetup,
     SlotRead,
     SlotReadEnd,
@@ -28,14 +29,17 @@ from vllm_tiered_kv.remote.handoff import PeerMemory
 from vllm_tiered_kv.remote.memory import Heads, RankLayout
 from vllm_tiered_kv.remote.transport import (
     Endpoint,
+    MemoryKind,
     Options,
     Region,
     TransportError,
     open_transport,
 )
+from vllm_tiered_kv.worker.remote.checksums import Checker
 from vllm_tiered_kv.worker.remote.layout import OwnSlots
 from vllm_tiered_kv.worker.remote.opening import Opening
 from vllm_tiered_kv.worker.remote.pulls import OwnPages, Pulls, both, own_pages, rank_layout
+from vllm_tiered_kv.worker.remote.summing import Summing
 
 OPEN_WAIT = 10.0
 """Seconds the step that opens the transport waits for it; later ones look whether it is there."""
@@ -49,10 +53,12 @@ class Said(NamedTuple):
     layout: RankLayout | None
     endpoint: Endpoint | None
     settled: tuple[int, ...]
+    sums: tuple[RankSums, ...]
     reads: tuple[SlotReadEnd, ...]
 
     def __bool__(self) -> bool:
-        return self.layout is not None or bool(self.settled or self.reads)
+        news = self.settled or self.sums or self.reads
+        return self.layout is not None or bool(news)
 
 
 class RemoteSide:
@@ -87,6 +93,8 @@ class RemoteSide:
         self._notify = notify
         self._own: OwnPages | None = None
         self._opening: tuple[Opening, RankLayout] | None = None
+        self._checker: Checker | None = None
+        self._summing: Summing | None = None
         self._pulls: Pulls | None = None
         self._met: dict[str, PeerMemory] = {}
         """Engines that the transport, when it is there, is to know."""
@@ -150,10 +158,24 @@ class RemoteSide:
             return
         self._opening = None
         try:
-            self._pulls = Pulls(layout, opening.take(), self._fail)
-            self._layout = layout
+            transport = opening.take()
         except TransportError as error:
             self._fail("remote_agent", f"no hand-overs on rank {self._rank}: {error}")
+            return
+        self._checker = Checker(self._notify)
+        self._summing = Summing(
+            layout,
+            self._checker,
+            self._fail,
+            pages_in_host_memory=self._are_pages_in_host_memory,
+        )
+        self._pulls = Pulls(layout, transport, self._checker, self._fail)
+        self._layout = layout
+
+    @property
+    def _are_pages_in_host_memory(self) -> bool:
+        regions = self._own.regions if self._own is not None else ()
+        return all(region.kind is MemoryKind.DRAM for region in regions)
 
     @property
     def is_open(self) -> bool:
@@ -164,7 +186,14 @@ class RemoteSide:
         """False if something may still read or write our memory."""
         self._look_at_opening(timeout)
         pulls, self._pulls = self._pulls, None
-        return self._opening is None and (pulls is None or pulls.close(timeout))
+        ended = self._opening is None and (pulls is None or pulls.close(timeout))
+        checker, self._checker = self._checker, None
+        return (checker is None or checker.close(timeout)) and ended
+
+    @property
+    def is_summing(self) -> bool:
+        """Whether checksums are being made that somebody waits for."""
+        return self._summing is not None and len(self._summing) > 0
 
     # -- a step ------------------------------------------------------------------------
 
@@ -182,6 +211,8 @@ class RemoteSide:
         met, self._met = self._met, {}
         for memory in met.values():
             self._pulls.meet(memory)
+        for job in plan.sums if self._summing is not None else ():
+            self._summing.start(job)
 
     def read_slots(self, reads: Sequence[SlotRead], unwanted: Sequence[int]) -> None:
         """Begin to read slots of peers into ours; what nobody waits for is given up."""
@@ -251,8 +282,9 @@ class RemoteSide:
         layout, self._layout = self._layout, None
         settled, self._settled = self._settled, []
         endpoint = self._pulls.endpoint if layout is not None and self._pulls is not None else None
+        sums = self._summing.take() if self._summing is not None else ()
         read, self._read = self._read, []
-        return Said(layout, endpoint, tuple(settled), tuple(read))
+        return Said(layout, endpoint, tuple(settled), tuple(sums), tuple(read))
 
     def _part_ended(self, job: int, status: JobStatus, result: PullResult) -> None:
         self._ended.append(JobResult(job, Direction.LOAD, status, pulled=result))
