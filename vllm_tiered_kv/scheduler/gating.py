@@ -38,6 +38,8 @@ logger = get_logger(__name__)
 
 TRIED_CHUNKS = 8
 """Chunks loaded at most to see how fast a refused CPU tier is."""
+FASTER = 2.0
+"""What is on disk is asked of others only if they are so much faster: it costs them something."""
 LEAST_COPY_PATIENCE = 0.25
 """Seconds a load may wait at least before its first copy: on a busy machine threads come late."""
 
@@ -96,6 +98,14 @@ class RequestGate:
             lambda fetch: self.begin(fetch, slow),
             lambda fetch: self._learn_read(fetch, slow),
         )
+
+    def prefers_peers(self) -> bool:
+        """Whether peers come before the disk: they were seen to be faster, by far."""
+        disk, peers = self.disk.model, self.peers.model if self.peers is not None else None
+        if peers is None or not (peers.is_known and disk.is_known):
+            return False
+        nbytes = self._bytes(TRIED_CHUNKS)
+        return FASTER * peers.seconds(nbytes) < disk.seconds(nbytes)
 
     def is_probing(self, node: Node) -> bool:
         """Whether a chunk is being read in the background only: nobody waits for it."""

@@ -151,15 +151,10 @@ class LoadPlanner:
         keys = chunk_keys(request.block_hashes, reusable, core.geometry, content.digest)
         run = core.index.ready_run(keys, first)
         usable = usable_chunks(core.geometry, run, first, computed)
-        if core.disk is not None and state.fetch is None and first + usable < len(keys):
-            if self._gate.may_read(self._gate.disk, state, keys, first, computed, usable):
-                if self._awaits_look(state, keys, first, computed):
-                    return None
-                state.fetch = self._fetch(state, keys, first, computed, usable)
-            if self._awaits_disk(state):
+        slow = (self._reads_peers, self._reads_disk)
+        for reads in slow if self._gate.prefers_peers() else reversed(slow):
+            if reads(state, keys, first, computed, usable):
                 return None
-        if self._peers is not None and self._peers.begins(state, keys, first, computed, usable):
-            return None
         end = first + len(run)
         beyond = core.index.get(keys[end]) if end < len(keys) else None
         state.awaited = beyond or next((node for node in run[usable:] if node.coming), None)
@@ -386,6 +381,25 @@ class LoadPlanner:
         fetch.stop()
         fetch.over = True  # what has arrived is offered, and the rest is computed
         return False
+
+    def _reads_disk(
+        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
+    ) -> bool:
+        """Begin to read from disk; whether to ask again later."""
+        if self._core.disk is None or state.fetch is not None or first + usable >= len(keys):
+            return False
+        if self._gate.may_read(self._gate.disk, state, keys, first, computed, usable):
+            if self._awaits_look(state, keys, first, computed):
+                return True
+            state.fetch = self._fetch(state, keys, first, computed, usable)
+        return self._awaits_disk(state)
+
+    def _reads_peers(
+        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
+    ) -> bool:
+        """Ask other engines, or read what they have; whether to ask again later."""
+        peers = self._peers
+        return peers is not None and peers.begins(state, keys, first, computed, usable)
 
     def _awaits_ranks(self, state: RequestState) -> bool:
         """Whether to ask again later: ranks learn of the disk tier with an engine's first step."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a look-up wants of other engines: asked once, waited for within bounds.
 
-Scheduler thread only. Other engines come last: what is in the CPU tier or on disk is not asked for.
+Scheduler thread only. What is in the CPU tier is not asked for.
 """
 
 from __future__ import annotations
