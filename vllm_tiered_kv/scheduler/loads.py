@@ -12,7 +12,7 @@ from vllm_tiered_kv.protocol import JobStatus, LoadJob, PullJob
 from vllm_tiered_kv.scheduler.adapters import BASE_MODEL, MAX_ADAPTERS, Verdict
 from vllm_tiered_kv.scheduler.core import TIER, Core
 from vllm_tiered_kv.scheduler.disk import TIER as DISK
-from vllm_tiered_kv.scheduler.fetch import Fetch, Look
+from vllm_tiered_kv.scheduler.disk_lookups import DiskLookups
 from vllm_tiered_kv.scheduler.gating import RequestGate
 from vllm_tiered_kv.scheduler.groups import usable_chunks
 from vllm_tiered_kv.scheduler.jobs import ActiveLoad
@@ -20,6 +20,7 @@ from vllm_tiered_kv.scheduler.peer_lookups import PeerLookups
 from vllm_tiered_kv.scheduler.plan import chunk_key, chunk_keys, count_chunks, plan_load
 from vllm_tiered_kv.scheduler.requests import Offer, RequestState
 from vllm_tiered_kv.scheduler.room import Room
+from vllm_tiered_kv.scheduler.slow import Lookups
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import KVCacheBlocks, KVConnectorOutput
@@ -32,12 +33,8 @@ MAX_LOADS = 64
 STORE_PATIENCE = 0.5
 """Seconds a look-up waits at most for a chunk that is on its way into the tier; it takes
 milliseconds, but on a machine whose processors are all busy."""
-LOOK_PATIENCE = 0.2
-"""Seconds a look-up waits at most to see what other engines have written to a shared folder."""
 ADAPTER_PATIENCE = 0.5
 """Seconds the first look-up with a LoRA adapter waits at most for the digest of its weights."""
-CONNECT_PATIENCE = 2.0
-"""Seconds the first look-ups of an engine wait at most for its ranks; it takes milliseconds."""
 PULL_PATIENCE = 5.0
 """Seconds a look-up waits at most for a lease; what grants it is given up earlier."""
 MAX_FAILED_LOADS = 1
@@ -57,13 +54,12 @@ class LoadPlanner:
         self._core = core
         self._gate = gate
         self._pulls = pulls
-        self._peers: PeerLookups | None = None
+        self._sources: list[Lookups] = [DiskLookups(core, gate, self._wait)]
+        """What is read into the CPU tier for look-ups, in the order that they are asked."""
         if peers is not None:
             gate.bind_peers(peers)
-            self._peers = PeerLookups(core, gate, peers, self.may_wait)
+            self._sources.append(PeerLookups(core, gate, peers, self.may_wait))
         self._loading: dict[bytes, str] = {}  # chunk key -> the request that loads it
-        self._ranks_by: float | None = None
-        """Until when look-ups wait for ranks that do not know of the disk tier yet."""
         self.lost: set[str] = set()
         """Requests whose load was lost, ours or another connector's, and that vLLM has not admitted
         again: it still reserves blocks for that load, and admits no load that would need them."""
@@ -144,17 +140,14 @@ class LoadPlanner:
         key = chunk_key(request.block_hashes, first, core.geometry, content.digest)
         if self._awaits_load(state, key, computed) or self._awaits_store(state, computed):
             return None  # asked again in every step, for every request that waits: stay cheap
-        if self._awaits_disk(state) or self._awaits_ranks(state):
-            return None
-        if self._peers is not None and self._peers.waits(state, computed):
+        if any(source.waits(state, computed) for source in self._sources):
             return None
         keys = chunk_keys(request.block_hashes, reusable, core.geometry, content.digest)
         run = core.index.ready_run(keys, first)
         usable = usable_chunks(core.geometry, run, first, computed)
-        slow = (self._reads_peers, self._reads_disk)
-        for reads in slow if self._gate.prefers_peers() else reversed(slow):
-            if reads(state, keys, first, computed, usable):
-                return None
+        sources = reversed(self._sources) if self._gate.prefers_peers() else self._sources
+        if any(source.begins(state, keys, first, computed, usable) for source in sources):
+            return None
         end = first + len(run)
         beyond = core.index.get(keys[end]) if end < len(keys) else None
         state.awaited = beyond or next((node for node in run[usable:] if node.coming), None)
@@ -198,11 +191,8 @@ class LoadPlanner:
 
     def forget_fetch(self, state: RequestState) -> None:
         """What was read for a request's look-up is nobody's in particular any more."""
-        fetch, state.fetch = state.fetch, None
-        if fetch is not None and self._core.disk is not None:
-            self._core.disk.lookups.release(fetch)
-        if self._peers is not None:
-            self._peers.forget(state)
+        for source in self._sources:
+            source.forget(state)
 
     def _begin(
         self,
@@ -367,82 +357,6 @@ class LoadPlanner:
         if node is None or not node.is_arriving or self._gate.is_probing(node):
             return False
         return self._wait(state, self._gate.worth_waiting(state, computed, STORE_PATIENCE))
-
-    def _awaits_disk(self, state: RequestState) -> bool:
-        """Whether to ask again later: chunks are being read from disk for the request."""
-        fetch, disk = state.fetch, self._core.disk
-        if fetch is None or fetch.over or disk is None:
-            return False
-        if disk.lookups.goes_on(fetch):
-            if self.may_wait(state) and self._gate.still_waits(self._gate.disk, state, fetch):
-                return True
-        else:
-            self._gate.fetched(self._gate.disk, state, fetch)
-        fetch.stop()
-        fetch.over = True  # what has arrived is offered, and the rest is computed
-        return False
-
-    def _reads_disk(
-        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
-    ) -> bool:
-        """Begin to read from disk; whether to ask again later."""
-        if self._core.disk is None or state.fetch is not None or first + usable >= len(keys):
-            return False
-        if self._gate.may_read(self._gate.disk, state, keys, first, computed, usable):
-            if self._awaits_look(state, keys, first, computed):
-                return True
-            state.fetch = self._fetch(state, keys, first, computed, usable)
-        return self._awaits_disk(state)
-
-    def _reads_peers(
-        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
-    ) -> bool:
-        """Ask other engines, or read what they have; whether to ask again later."""
-        peers = self._peers
-        return peers is not None and peers.begins(state, keys, first, computed, usable)
-
-    def _awaits_ranks(self, state: RequestState) -> bool:
-        """Whether to ask again later: ranks learn of the disk tier with an engine's first step."""
-        disk = self._core.disk
-        if disk is None or not disk.agent.is_connecting:
-            return False
-        now = self._core.clock()
-        if self._ranks_by is None:
-            self._ranks_by = now + CONNECT_PATIENCE  # a rank that never comes holds up nobody else
-        return now < self._ranks_by and self._wait(state, CONNECT_PATIENCE)
-
-    def _fetch(
-        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
-    ) -> Fetch | None:
-        """Begin to read what is worth it of what lies on disk."""
-        disk = self._core.disk
-        fetch = disk.lookups.fetch(keys, first, computed, usable) if disk is not None else None
-        if disk is None or fetch is None:
-            return None
-        slow = self._gate.disk
-        worth = self._gate.read_to(slow, state, fetch, keys, first, computed, usable)
-        if not worth:
-            disk.lookups.release(fetch)
-            return None
-        disk.lookups.cut(fetch, worth)
-        return fetch
-
-    def _awaits_look(
-        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int
-    ) -> bool:
-        """Whether to ask again later: it is being seen what other engines have written."""
-        disk = self._core.disk
-        if disk is None or not disk.agent.settings.shared:
-            return False
-        if state.look is None:
-            state.look = Look()
-        if state.look.over:
-            return False
-        patience = self._gate.worth_waiting(state, computed, LOOK_PATIENCE)
-        if disk.lookups.look(state.look, keys, first) and self._wait(state, patience):
-            return True
-        state.look.over = True
-        return False
 
     def _awaits_load(self, state: RequestState, key: bytes, computed: int) -> bool:
         """Whether to ask again later: another request is loading this very prefix."""

@@ -45,11 +45,7 @@ class PeerLookups:
         self._may_wait = may_wait
 
     def waits(self, state: RequestState, computed: int) -> bool:
-        """Whether to ask again later: peers were asked, or are being read; cheap.
-
-        Args:
-            computed: tokens that the device holds.
-        """
+        """Whether to ask again later: peers were asked, or are being read; cheap."""
         look = state.peers
         if look is None or look.over or look.claim is None:
             return False
@@ -67,14 +63,7 @@ class PeerLookups:
     def begins(
         self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
     ) -> bool:
-        """Ask peers, or read what they have; whether to ask again later.
-
-        Args:
-            keys: of the prompt's chunks.
-            first: the first chunk that the device does not hold whole.
-            computed: tokens it holds.
-            usable: chunks from ``first`` on that the CPU tier can give.
-        """
+        """Ask peers, or read what is worth it of what they have; whether to ask again later."""
         slow = self._gate.peers
         look = state.peers
         if slow is None or state.handoff is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A source that fills slots, as the gate sees it: the disk, or other engines."""
+"""A source that fills slots: the disk, or other engines; as look-ups and as the gate see it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,33 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from vllm_tiered_kv.gate.load import LoadModel
     from vllm_tiered_kv.scheduler.index import Node
+    from vllm_tiered_kv.scheduler.requests import RequestState
+
+
+class Lookups(Protocol):
+    """Reads chunks into the CPU tier for requests that are being looked up."""
+
+    def waits(self, state: RequestState, computed: int) -> bool:
+        """Whether to ask again later: something is on its way already; cheap.
+
+        Args:
+            computed: tokens that the device holds.
+        """
+
+    def begins(
+        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
+    ) -> bool:
+        """Begin to read what is worth it; whether to ask again later.
+
+        Args:
+            keys: of the prompt's chunks.
+            first: the first chunk that the device does not hold whole.
+            computed: tokens it holds.
+            usable: chunks from ``first`` on that the CPU tier can give.
+        """
+
+    def forget(self, state: RequestState) -> None:
+        """Nothing is wanted for a request any more; what was read is nobody's in particular."""
 
 
 class Probe(Protocol):
