@@ -69,12 +69,13 @@ class PeerLookups:
         if slow is None or state.handoff is not None:
             return False
         if look is None:
-            if first + usable >= len(keys) or not self._tier.is_readable:
+            missing = self._missing(keys, first + usable)
+            if missing is None or not self._tier.is_readable:
                 return False
             look = state.peers = PeerLook(self._core.clock())
             content = state.content.digest if state.content is not None else b""
             if self._gate.may_read(slow, state, keys, first, computed, usable):
-                look.claim = self._tier.ask(keys[first + usable :], content)
+                look.claim = self._tier.ask(keys[missing:], content)
             look.over = look.claim is None
         if look.over or look.claim is None:
             return False
@@ -96,6 +97,13 @@ class PeerLookups:
         if look.fetch is not None:
             self._tier.lookups.release(look.fetch)
         self._end(look)
+
+    def _missing(self, keys: Sequence[bytes], start: int) -> int | None:
+        """The first chunk to ask for: what others ask for already, or what is not even coming."""
+        if start < len(keys) and self._tier.is_asked(keys[start]):
+            return start
+        get = self._core.index.get
+        return next((i for i in range(start, len(keys)) if get(keys[i]) is None), None)
 
     def _fetch(
         self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int

@@ -167,6 +167,10 @@ class PeerTier:
 
     # -- questions ---------------------------------------------------------------------
 
+    def is_asked(self, key: bytes) -> bool:
+        """Whether there is a question that begins with this chunk."""
+        return key in self._asking
+
     def ask(self, keys: Sequence[bytes], content: bytes) -> Claim | None:
         """Ask who has these chunks; who asks for the same first one meanwhile joins.
 
