@@ -380,7 +380,7 @@ class RemoteAgent:
         if answer is not None:
             self._sockets.reply(peer, answer)
 
-    def _do(self, call: Callable[..., None], *args: object) -> None:
+    def _do(self, call: Callable[..., object], *args: object) -> None:
         try:
             call(*args)
         except Exception:  # noqa: BLE001 - the channel must not end, or lose what comes next

@@ -92,12 +92,7 @@ class RequestGate:
         slow = self.peers = SlowTier(
             metrics.PEER_CPU, self.gate.peers, lambda: tier.reads, lambda key: tier.groups(key) > 0
         )
-        slow.probe = PeerProbe(
-            self._core,
-            tier,
-            lambda fetch: self.begin(fetch, slow),
-            lambda fetch: self._learn_read(fetch, slow),
-        )
+        slow.probe = PeerProbe(self._core, tier, self._learn_trial)
 
     def prefers_peers(self) -> bool:
         """Whether peers come before the disk: they were seen to be faster, by far."""
@@ -394,6 +389,10 @@ class RequestGate:
         if began is None or ended is None or fetch.failed or not fetch.arrived:
             return
         tier.model.observe(self._bytes(fetch.arrived), ended - began, self._bytes(fetch.ahead))
+
+    def _learn_trial(self, chunks: int, seconds: float, ahead: int) -> None:
+        """What it took to read from peers what nobody wanted."""
+        self.gate.peers.observe(self._bytes(chunks), seconds, self._bytes(ahead))
 
     # -- loads ---------------------------------------------------------------------------
 

@@ -12,35 +12,30 @@ from vllm_tiered_kv.scheduler.probe import LEAST_PAUSE, MOST_PAUSE, PROBE_CHUNKS
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.scheduler.core import Core
-    from vllm_tiered_kv.scheduler.fetch import Fetch
     from vllm_tiered_kv.scheduler.index import Node
-    from vllm_tiered_kv.scheduler.peers import Claim, PeerTier
+    from vllm_tiered_kv.scheduler.peers import Claim, PeerTier, Trial
 
 
 class PeerProbe:
     """One question and one read at a time, for chunks that a request was refused.
 
+    The request is computed meanwhile, and its chunks are stored: what is read is not kept.
+
     Args:
-        begin: notes that a fetch is about to be ordered.
-        learn: takes in what a fetch took.
+        core: what the scheduler half's parts share.
+        tier: the other engines.
+        learn: takes in how many chunks were read, in how many seconds, behind how many others.
     """
 
     def __init__(
-        self,
-        core: Core,
-        tier: PeerTier,
-        begin: Callable[[Fetch], object],
-        learn: Callable[[Fetch], None],
+        self, core: Core, tier: PeerTier, learn: Callable[[int, float, int], None]
     ) -> None:
         self._core = core
         self._tier = tier
-        self._begin = begin
         self._learn = learn
         self._pace = Pace(LEAST_PAUSE, MOST_PAUSE)
-        self._keys: Sequence[bytes] = ()
-        self._first = 0
         self._claim: Claim | None = None
-        self._fetch: Fetch | None = None
+        self._trial: Trial | None = None
 
     def used(self) -> None:
         """Peers are read from again: should that change, see soon."""
@@ -51,39 +46,27 @@ class PeerProbe:
         now = self._core.clock()
         if self._claim is not None or not self._pace.is_due(now):
             return
-        self._keys, self._first = keys[: first + PROBE_CHUNKS], first
-        self._claim = self._tier.ask(self._keys[first:], content)
+        self._claim = self._tier.ask(keys[first : first + PROBE_CHUNKS], content)
         if self._claim is not None:
             self._pace.tried(now)
 
     def is_reading(self, node: Node) -> bool:
-        """Whether a chunk is being read in the background only: nobody waits for it."""
-        return self._fetch is not None and node in self._fetch.read
+        """No chunk of the index is."""
+        return False
 
     def go_on(self) -> None:
         """Take in what came of it; once a step."""
-        claim, lookups = self._claim, self._tier.lookups
+        claim, trial = self._claim, self._trial
         if claim is None or claim.is_asking:
             return
-        if self._fetch is None:
-            self._tier.take_in(claim)
-            start = self._first * self._core.geometry.chunk_tokens
-            self._fetch = lookups.fetch(self._keys, self._first, start, 0)
-            if self._fetch is None:
-                self._end(claim)
+        if trial is None:
+            trial = self._trial = self._tier.try_out(claim, PROBE_CHUNKS)
+            if trial is not None:
+                self._core.tally.add(metrics.GATE_PROBES.key(metrics.PEER_CPU))
                 return
-            self._core.tally.add(metrics.GATE_PROBES.key(metrics.PEER_CPU))
-            self._begin(self._fetch)
-        fetch = self._fetch
-        began = fetch.ordered_at
-        late = began is not None and self._core.clock() - began > self._core.settings.load_deadline
-        if lookups.goes_on(fetch) and not late:
+        elif trial.seconds is None and not trial.is_over:
             return
-        self._fetch = None
-        self._learn(fetch)
-        lookups.release(fetch)
-        self._end(claim)
-
-    def _end(self, claim: Claim) -> None:
-        self._claim = None
+        elif trial.seconds is not None:
+            self._learn(trial.chunks, trial.seconds, trial.ahead)
+        self._claim = self._trial = None
         self._tier.leave(claim)

@@ -69,15 +69,32 @@ class PeerLook:
         """It is not waited for any more."""
 
 
+class Trial:
+    """Chunks that are read to see how long that takes, and not kept."""
+
+    __slots__ = ("ahead", "began", "chunks", "is_over", "seconds")
+
+    def __init__(self, chunks: int, began: float, ahead: int) -> None:
+        self.chunks = chunks
+        self.began = began
+        self.ahead = ahead
+        """Chunks that were being read then."""
+        self.is_over = False
+        self.seconds: float | None = None
+        """That it took; None: it failed, or is not over."""
+
+
 class _Batch:
     """Chunks that are read together."""
 
     __slots__ = (
         *("claim", "ended", "jobs", "loan", "nbytes", "nodes"),
-        *("outcome", "ranks", "seconds", "unwanted", "writers"),
+        *("outcome", "ranks", "seconds", "trial", "unwanted", "writers"),
     )
 
     def __init__(self, claim: Claim, loan: Loan, jobs: Sequence[int]) -> None:
+        self.trial: Trial | None = None
+        """It is one."""
         self.claim = claim
         self.loan = loan
         self.jobs = tuple(jobs)
@@ -89,7 +106,7 @@ class _Batch:
         self.writers: set[int] = set()
         """That have given it up, and where it may still write."""
         self.nodes: list[Node] = []
-        """Pinned while it may still write."""
+        """Whose slots are pinned for it alone: a trial's, and all while it may still write."""
         self.outcome = Outcome.DONE
         self.ended = 0.0
         """When the last rank had all its bytes; by the clock of this host."""
@@ -253,19 +270,50 @@ class PeerTier:
                 self._order(claim, loan, wanted)
         return True
 
-    def _order(self, claim: Claim, loan: Loan, wanted: Sequence[tuple[ReadOrder, int]]) -> None:
-        self._introduce(loan.memory)
+    def try_out(self, claim: Claim, most: int) -> Trial | None:
+        """Read some of what was found into slots that are nobody's chunk.
+
+        Returns:
+            What comes of it; None if nothing can be read.
+        """
+        loan, index = self._loan(claim), self._core.index
         groups = self._core.geometry.group_ids
+        if loan is None or len(loan.slots) != len(groups):
+            return None
+        nodes: list[Node] = []
+        while len(nodes) < min(most, loan.chunks):
+            node = index.borrow(groups)
+            if node is None:
+                break
+            nodes.append(node)
+        if not nodes:
+            return None
+        trial = Trial(len(nodes), self._core.clock(), self.reads)
+        batch = _Batch(claim, loan, ())
+        batch.trial, batch.nodes = trial, nodes
+        self._send(batch, [node.slots for node in nodes], range(len(nodes)))
+        return trial
+
+    def _order(self, claim: Claim, loan: Loan, wanted: Sequence[tuple[ReadOrder, int]]) -> None:
+        batch = _Batch(claim, loan, [order.job for order, _ in wanted])
         slots = [{part.group: part.slot for part in order.parts} for order, _ in wanted]
+        job = self._send(batch, slots, [i for _, i in wanted])
+        self._batch_of.update(dict.fromkeys(batch.jobs, job))
+
+    def _send(
+        self, batch: _Batch, slots: Sequence[Sequence[int] | dict[int, int]], of: Sequence[int]
+    ) -> int:
+        """Have chunks of a loan read into these slots, each by KV cache group."""
+        loan, groups = batch.loan, self._core.geometry.group_ids
+        self._introduce(loan.memory)
         local = tuple(tuple(slot[group] for slot in slots) for group in groups)
-        remote = tuple(tuple(loan.slots[group][i] for _, i in wanted) for group in groups)
+        remote = tuple(tuple(loan.slots[group][i] for i in of) for group in groups)
         job = self._core.ledger.number()
-        jobs = [order.job for order, _ in wanted]
-        self._batches[job] = _Batch(claim, loan, jobs)
-        self._batch_of.update(dict.fromkeys(jobs, job))
-        claim.reads += 1
+        self._batches[job] = batch
+        batch.claim.reads += 1
         deadline = min(self._deadline, loan.valid_until - self._core.clock())
         self.orders.append(SlotRead(job, loan.memory.engine, local, remote, deadline))
+        return job
 
     def cancel(self, jobs: Sequence[int]) -> None:
         for job in jobs:
@@ -307,12 +355,16 @@ class PeerTier:
             self._core.fail("remote_lease", "chunks of a peer arrived after their lease was over")
             outcome = Outcome.FAILED
         self._count(batch, outcome)
+        trial = batch.trial
+        if trial is not None:
+            trial.is_over = True
+            trial.seconds = batch.ended - trial.began if outcome is Outcome.DONE else None
         if batch.writers:
-            batch.nodes = [self.lookups.node(job) for job in batch.jobs]
-            for node in batch.nodes:
-                self._core.index.pin(node)
             self._quarantined[number] = batch
             self._core.fail("remote_quarantine", "a read was given up and may still write")
+            for node in [self.lookups.node(job) for job in batch.jobs]:
+                self._core.index.pin(node)
+                batch.nodes.append(node)
         for job in batch.jobs:
             del self._batch_of[job]
             self.lookups.ended(job, outcome, batch.ended or None)
@@ -326,16 +378,16 @@ class PeerTier:
             return
         batch.writers.discard(rank)
         if not batch.writers and self._quarantined.pop(job, None) is not None:
-            for node in batch.nodes:
-                self._core.index.unpin(node)
             self._release(batch)
 
     def _release(self, batch: _Batch) -> None:
+        for node in batch.nodes:
+            self._core.index.unpin(node)
         batch.claim.reads -= 1
         self._end_if_done(batch.claim)
 
     def _count(self, batch: _Batch, outcome: Outcome) -> None:
-        tally, chunks = self._core.tally, len(batch.jobs)
+        tally, chunks = self._core.tally, len(batch.jobs)  # a trial's are not counted
         if outcome is Outcome.DONE:
             tally.add(metrics.BYTES.key("load", metrics.PEER_CPU), batch.nbytes)
             tally.add(metrics.SECONDS.key("load", metrics.PEER_CPU), batch.seconds)

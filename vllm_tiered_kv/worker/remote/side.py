@@ -294,4 +294,4 @@ class RemoteSide:
         self._read.append(SlotReadEnd(job, status, result))
 
 
-NOTHING = Said(None, None, (), ())
+NOTHING = Said(None, None, (), (), ())
