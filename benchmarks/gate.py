@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the gate is ever slower than the better of always loading and never loading.
 
-    python -m benchmarks.gate [--quick] [--model FOLDER]
+    python -m benchmarks.gate [--tier cpu|disk] [--quick] [--model FOLDER]
 
-One real ``vllm serve`` process. Its CPU tier is made slow by a delay a chunk, from none to ten
-times what computing the chunk takes; for prompts of several lengths that lie in it, the time to
-first token is measured with the gate set to ``measured``, ``always`` and ``never``, request by
-request, in turn. What is reported is the ratio of ``measured`` to the better of the two others, by
-medians, and the interval that holds it 95 times in 100 (bootstrap over the rounds). Requests with
-``measured`` meet each speed alone before it is measured; later it learns from the other arms too.
+One real ``vllm serve`` process. Its CPU tier (or its disk tier, with no CPU tier above it) is made
+slow by a delay a chunk, from none to ten times what computing the chunk takes; for prompts of
+several lengths that lie in it, the time to first token is measured with the gate set to
+``measured``, ``always`` and ``never``, request by request, in turn. What is reported is the ratio
+of ``measured`` to the better of the two others, by medians, and the interval that holds it 95 times
+in 100 (bootstrap over the rounds). Requests with ``measured`` meet each speed alone before it is
+measured; later it learns from the other arms too.
 
 Where the machine is noisy a second figure says more: what the choices that were made would have
 taken by the medians of the two other arms, over the better of these.
 
-Two threads share the delay of a long load, so that a tier is about half as slow as its column says;
-what it was in truth the ``always`` column shows.
+Two threads share the delay of a long load (of the disk tier more, whose files are as much slower),
+so that a tier is about half as slow as its column says; what it was in truth the ``always`` column
+shows.
 """
 
 from __future__ import annotations
 
 import argparse
+import enum
 import random
 import statistics
 import tempfile
@@ -31,6 +34,7 @@ from benchmarks import _slow_tier
 from benchmarks._report import Report
 from tools.serving import Client, Server, ServeSpec, compute_cpus
 from tools.tinymodels import build_model
+from vllm_tiered_kv.tiers.disk.executor import READERS
 
 ROOT = Path(__file__).resolve().parent.parent
 CHUNK = 128
@@ -41,7 +45,27 @@ LENGTHS = (256, 512, 1024, 2048, 3968)
 RESAMPLES = 2000
 
 
-def server(model: Path, delays: Path, log: Path) -> Server:
+class Tier(str, enum.Enum):
+    """Which of the engine's tiers is there, and slowed down."""
+
+    CPU = "cpu"
+    DISK = "disk"
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        """In our configuration."""
+        if self is Tier.CPU:
+            return {"cpu": {"capacity": "1GiB"}}
+        return {"disk": {"path": str(folder / "kv"), "capacity": "4GiB", "min_tokens": 0}}
+
+    def slow_down(self, delays: Path, seconds: float) -> None:
+        """By so much a chunk, shared by two threads whichever tier it is."""
+        if self is Tier.CPU:
+            _slow_tier.set_delays(delays, copy=seconds)
+        else:
+            _slow_tier.set_delays(delays, read=seconds * READERS / 2)
+
+
+def server(model: Path, delays: Path, log: Path, tier: Tier = Tier.CPU) -> Server:
     """The engine whose tier can be slowed down."""
     return Server(
         ServeSpec.make(
@@ -58,7 +82,7 @@ def server(model: Path, delays: Path, log: Path) -> Server:
                 "kv_connector_module_path": "benchmarks._slow_tier",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"cpu": {"capacity": "1GiB"}, "gate": "measured"},
+                "kv_connector_extra_config": {**tier.options(delays.parent), "gate": "measured"},
             },
         ),
         log,
@@ -82,7 +106,7 @@ def store(client: Client, tokens: Sequence[int]) -> None:
     """Have a prompt in the tier."""
     client.complete(tokens, max_tokens=1)
     name = "vllm:tiered_kv_jobs_in_flight"
-    while client.metrics().value(name, direction="store"):
+    while any(client.metrics().value(name, direction=way) for way in ("store", "write")):
         client.complete([9, 8, 9], max_tokens=1)
 
 
@@ -105,6 +129,7 @@ def sweep(
     lengths: Sequence[int],
     rounds: int,
     report: Report,
+    tier: Tier = Tier.CPU,
 ) -> list[dict[str, Any]]:
     """Measure each speed; returns what was found, a row for each speed and length."""
     rng = random.Random(1)
@@ -120,7 +145,7 @@ def sweep(
     chunk = computed / (middle / CHUNK)
     rows = []
     for factor in slowness:
-        _slow_tier.set_delays(delays, copy=factor * chunk)
+        tier.slow_down(delays, factor * chunk)
         for _ in range(4):
             for tokens in known.values():
                 ask(client, tokens, "measured")
@@ -178,19 +203,21 @@ def sweep(
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few speeds, lengths and rounds")
+    parser.add_argument("--tier", type=Tier, default=Tier.CPU, help="cpu or disk")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--model", type=Path, default=ROOT / "build" / "models" / "llama-bench")
     args = parser.parse_args(argv)
     slowness, lengths = ((0.0, 1.0, 3.0), LENGTHS[1:4]) if args.quick else (SLOWNESS, LENGTHS)
     rounds = min(args.rounds, 5) if args.quick else args.rounds
-    report = Report("gate")
+    tier: Tier = args.tier
+    report = Report("gate" if tier is Tier.CPU else "gate_disk")
     with tempfile.TemporaryDirectory() as folder:
         delays = Path(folder) / "delays"
         _slow_tier.set_delays(delays)
         model = build_model("llama-tiny", args.model, dtype="float32", seed=0)
         log = Path(folder) / "server.log"
-        with server(model, delays, log) as running, Client(running.url) as client:
-            rows = sweep(client, delays, slowness, lengths, rounds, report)
+        with server(model, delays, log, tier) as running, Client(running.url) as client:
+            rows = sweep(client, delays, slowness, lengths, rounds, report, tier)
             for name, value in client.metrics().as_dict("vllm:tiered_kv_gate").items():
                 if "_created" not in name and value:
                     print(f"{name.partition('engine=')[0]} ... {value:.3f}")

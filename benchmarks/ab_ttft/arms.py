@@ -18,6 +18,8 @@ class Arm(str, enum.Enum):
 
     NONE = "none"
     """No connector."""
+    CONTROL = "control"
+    """The same once more: what differs between the two is the machine's noise."""
     EXAMPLE = "example"
     """vLLM's own demonstration: synchronous, a file a layer, saved during the first pass."""
     LMCACHE = "lmcache"
@@ -37,6 +39,7 @@ class Arm(str, enum.Enum):
 
 _LABELS = {
     Arm.NONE: "no connector",
+    Arm.CONTROL: "no connector, again",
     Arm.EXAMPLE: "ExampleConnector",
     Arm.LMCACHE: "LMCache",
     Arm.OURS: "TieredKVConnector",
@@ -86,7 +89,7 @@ def missing(arm: Arm) -> str | None:
 
 def files_folder(arm: Arm, setup: Setup) -> Path | None:
     """Where the arm keeps its files; None for an arm that keeps none."""
-    if arm in (Arm.NONE, Arm.LMCACHE, Arm.OURS):
+    if arm in (Arm.NONE, Arm.CONTROL, Arm.LMCACHE, Arm.OURS):
         return None
     folder: Path = setup.work / "files" / arm.value
     return folder.absolute()
@@ -94,7 +97,7 @@ def files_folder(arm: Arm, setup: Setup) -> Path | None:
 
 def connector(arm: Arm, setup: Setup, lmcache_port: int) -> dict[str, Any] | None:
     """The arm's ``--kv-transfer-config``; None for no connector."""
-    if arm is Arm.NONE:
+    if arm in (Arm.NONE, Arm.CONTROL):
         return None
     folder = files_folder(arm, setup)
     if arm is Arm.EXAMPLE:

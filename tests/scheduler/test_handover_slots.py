@@ -12,8 +12,8 @@ from tests.scheduler import test_handover as handover
 from tests.scheduler.sim import BLOCK, prompt
 from tests.scheduler.test_handover import LEASE, ODD, TO_PRODUCER, Engine, Fleet, decode, prefill
 from vllm_tiered_kv.config import ConfigError
-from vllm_tiered_kv.scheduler.handing import PATIENCE
 from vllm_tiered_kv.scheduler.lending import MAX_SHARE
+from vllm_tiered_kv.scheduler.readying import COPY_PATIENCE
 
 fleet = handover.fleet
 Make = Callable[..., Engine]
@@ -40,7 +40,7 @@ def lent(engine: Engine) -> int:
 
 
 def assert_nothing_lent(engine: Engine) -> None:
-    engine.wait_free()
+    handover.wait(lambda: engine.is_free() and not len(engine.remote.handing), "still held")
     engine.sim.settle()
     index = engine.sim.half.core.index
     assert lent(engine) == len(engine.remote.handing) == index.pinned == 0
@@ -115,6 +115,7 @@ def test_leases_take_a_share_and_no_more(early: Make) -> None:
         assert lent(producer) <= 16 * MAX_SHARE
     assert producer.count("handoffs|early") == 1
     assert producer.count("handoffs|offered") == 6
+    producer.sim.settle()
     before = producer.count("chunks|stored|cpu")
     producer.sim.complete("other", prompt(8 * BLOCK, seed=77), 1)
     producer.sim.settle()
@@ -159,7 +160,7 @@ def test_a_copy_that_hangs_is_not_waited_for(early: Make, consumer: Engine) -> N
         producer.sim.advance()
         consumer.sim.advance()
     assert consumer.transport.reads == 0  # it waits for an answer
-    producer.clock.ahead += PATIENCE
+    producer.clock.ahead += COPY_PATIENCE
     producer.sim.run()
     consumer.sim.run()
     assert consumer.sim.outputs["d"] == consumer.sim.expected("d")
@@ -175,7 +176,6 @@ def test_nobody_comes(early: Make) -> None:
     prefill(producer, prompt(ODD))
     assert lent(producer) == 6
     producer.pass_time(LEASE)
-    handover.wait(lambda: producer.is_free() and not lent(producer), "slots are still lent")
     assert_nothing_lent(producer)
 
 
@@ -183,7 +183,7 @@ def test_a_reset_gives_the_slots_back(early: Make, consumer: Engine) -> None:
     producer = early()
     params = prefill(producer, prompt(ODD))
     producer.sim.half.reset()
-    handover.wait(lambda: producer.is_free() and not lent(producer), "slots are still lent")
+    assert_nothing_lent(producer)
     decode(consumer, prompt(ODD), params)
     assert consumer.count("hit_tokens|peer") == 0
     assert_nothing_lent(producer)
@@ -304,4 +304,56 @@ def test_a_reset_while_checksums_are_made(fleet: Fleet) -> None:
         producer.sim.advance()
     producer.sim.half.reset()
     producer.sim.run()
+    assert_nothing_lent(producer)
+
+
+# -- requests that do not end with their first token -----------------------------------------
+
+
+def test_a_request_that_goes_on_is_handed_over_when_it_ends(early: Make, consumer: Engine) -> None:
+    producer = early()
+    producer.sim.add("p", prompt(ODD), 40, params=TO_PRODUCER)
+    while not lent(producer):
+        producer.sim.advance()
+    assert len(producer.sim.outputs["p"]) == 1  # copied with the step that said it
+    producer.sim.run()
+    assert producer.is_free()
+    decode(consumer, prompt(ODD), producer.sim.handed["p"])
+    assert consumer.count("hit_tokens|peer") == ODD
+    assert_nothing_lent(producer)
+
+
+def test_an_aborted_request_gives_its_slots_back(early: Make) -> None:
+    producer = early()
+    for i in range(3):
+        producer.sim.add(f"p{i}", prompt(ODD, seed=i), 40, params=TO_PRODUCER)
+    while lent(producer) < 18:
+        producer.sim.advance()
+    for i in range(3):
+        producer.sim.abort(f"p{i}")
+    producer.sim.run()
+    assert producer.sim.handed == {}
+    assert_nothing_lent(producer)
+
+
+def test_requests_that_were_preempted(early: Make, consumer: Engine) -> None:
+    producer = early(num_blocks=14)
+    for i in range(2):
+        producer.sim.add(f"p{i}", prompt(ODD, seed=i), 3 * BLOCK, params=TO_PRODUCER)
+    producer.sim.run()
+    assert any(request.num_preemptions for request in producer.sim.requests.values())
+    for i in range(2):
+        decode(consumer, prompt(ODD, seed=i), producer.sim.handed[f"p{i}"], f"d{i}")
+    assert consumer.count("hit_tokens|peer") == 2 * ODD
+    assert_nothing_lent(producer)
+
+
+def test_what_was_copied_before_a_reset_is_not_handed_over(early: Make) -> None:
+    producer = early()
+    producer.sim.add("p", prompt(ODD), 40, params=TO_PRODUCER)
+    while not lent(producer):
+        producer.sim.advance()
+    producer.sim.half.reset()
+    producer.sim.run()
+    assert producer.sim.handed == {}
     assert_nothing_lent(producer)

@@ -53,6 +53,16 @@ def test_ratios_are_paired_by_round() -> None:
     assert "| ours, CPU tier | 16.0 " in render(measured(slower=2.0), WORKLOAD, "Conditions.")
 
 
+def test_no_connector_is_both_of_its_servers() -> None:
+    seen = measured(slower=1.25)
+    seen.bursts[Arm.CONTROL] = [Burst(2 * burst.seconds, 1.0) for burst in seen.bursts[Arm.NONE]]
+    ours, control = ratios(seen, Arm.OURS), ratios(seen, Arm.CONTROL)
+    assert ours is not None
+    assert ours.median == pytest.approx(1.5 / 1.25)
+    assert control is not None
+    assert control.median == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize(("slower", "met"), [(1.02, True), (1.05, False)])
 def test_most_of_the_throughput_is_the_goal(slower: float, met: bool) -> None:
     found = rows(measured(slower), WORKLOAD, token_bytes=100)

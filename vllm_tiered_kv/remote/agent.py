@@ -320,7 +320,7 @@ class RemoteAgent:
             self._do(self._hear, address, data)
         self._freed.extend(self._server.take_freed())
         for peer, answer in self._server.take_late():
-            self._do(self._sockets.reply, peer, answer)
+            self._do(self._reply, peer, answer)
         for side in (self._client, self._finder):
             gone, side.gone = side.gone, []
             self._gone.extend(gone)
@@ -378,7 +378,10 @@ class RemoteAgent:
     def _serve(self, peer: bytes, data: bytes) -> None:
         answer = self._server.answer(peer, data)
         if answer is not None:
-            self._sockets.reply(peer, answer)
+            self._reply(peer, answer)
+
+    def _reply(self, peer: bytes, answer: bytes) -> None:
+        self._sockets.reply(peer, answer)
 
     def _do(self, call: Callable[..., object], *args: object) -> None:
         try:

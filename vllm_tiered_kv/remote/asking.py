@@ -16,6 +16,7 @@ from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory, State
 from vllm_tiered_kv.remote.messages import (
     MAX_HOLDS,
     Ask,
+    Coming,
     Granted,
     Hello,
     Hold,
@@ -35,7 +36,9 @@ from vllm_tiered_kv.remote.messages import (
 from vllm_tiered_kv.remote.options import MAX_PEERS, Address
 
 ASK_SECONDS = 2.0
-"""For an answer."""
+"""For an answer ..."""
+COMING_SECONDS = 6.0
+"""... and for the one that is said to come."""
 QUIET_SECONDS = 0.5
 """A producer that does not answer is left alone for so long, twice as long each time ..."""
 MAX_QUIET_SECONDS = 30.0
@@ -193,6 +196,11 @@ class Client:
             return
         if isinstance(answer, Refused) and answer.reason is Reason.VERSION:
             self._refuse_all(peer, "remote_version", f"{address}: {answer.sentence}")
+            return
+        if isinstance(answer, Coming):
+            coming = peer.questions.get(answer.number)
+            if coming is not None and coming.handoff is not None:
+                coming.deadline = coming.sent + COMING_SECONDS
             return
         question = peer.questions.pop(answer.number, None)
         if question is None:

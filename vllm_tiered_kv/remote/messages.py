@@ -181,6 +181,12 @@ class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
     sums: Sums = ()
 
 
+class Coming(msgspec.Struct, frozen=True, array_like=True, tag="coming"):
+    """It is being got ready; the question will be answered."""
+
+    number: Count
+
+
 class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
     """These are good for so many seconds from when you asked; those not named are over."""
 
@@ -238,7 +244,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 Ask = Hello | Take | Renew | Release | Meet | Find | Return
-Answer = Welcome | Granted | Renewed | Met | Found | Refused
+Answer = Welcome | Granted | Coming | Renewed | Met | Found | Refused
 
 T = TypeVar("T")
 

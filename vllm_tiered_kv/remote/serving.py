@@ -14,6 +14,7 @@ from vllm_tiered_kv.remote.messages import (
     VERSION,
     Answer,
     Ask,
+    Coming,
     Find,
     Granted,
     Hello,
@@ -250,7 +251,7 @@ class Server:
             return Refused(ask.number, Reason.NOT_READY, f"this engine lends nothing: {self._why}")
         return self._lender.find(ask, self._generation)
 
-    def _take(self, peer: bytes, ask: Take, now: float) -> Answer | None:
+    def _take(self, peer: bytes, ask: Take, now: float) -> Answer:
         lease = ask.hold.lease
         denial = self._leases.take(lease, ask.hold.holder, now)
         if denial is None:
@@ -260,7 +261,7 @@ class Server:
             takers = self._takers.setdefault(lease, [])
             if len(takers) < MAX_HOLDERS:
                 takers.append(_Taker(peer, ask.number, ask.hold.holder))
-            return None
+            return Coming(ask.number)
         if denial is Denial.TOO_MANY:
             return Refused(ask.number, Reason.LIMIT, "too many read this hand-over already")
         return self._over(ask.number, lease)

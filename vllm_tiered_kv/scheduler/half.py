@@ -196,14 +196,16 @@ class SchedulerHalf:
             computed = state.planned = state.request.num_computed_tokens + scheduled
             if state.awaits_token and computed >= state.request.num_tokens:
                 self.first_tokens.planned(state)
+            tables = functools.partial(_block_tables, output, request_id)
             if computed >= state.next_store_at:
-                tables = functools.partial(_block_tables, output, request_id)
                 try:
                     states = self._states(state, output, tables, first=first)
                     self.stores.computed(state, computed, tables, states)
                 except Exception:  # noqa: BLE001
                     state.next_store_at = NEVER
                     self.core.bug("planning a store")
+            if self.remote is not None:
+                self.remote.planned(state, computed, tables)
         if self.core.settings.withdraws:
             self._uncache_withdrawn(output)
         loads, stores = self.loads, self.stores
@@ -302,6 +304,8 @@ class SchedulerHalf:
         if state is not None:
             self.loads.forget_fetch(state)
             self.loads.forget_handoff(state)
+            if self.remote is not None and state.load is not None:
+                self.remote.handing.drop(state)
         if state is None or state.load is not None:
             return None  # vLLM keeps the blocks of a load until the ranks have reported it
         del self._requests[request.request_id]
@@ -349,15 +353,17 @@ class SchedulerHalf:
         self._drained = True
         if self.core.disk is not None:
             self.core.disk.take_in()
+        if self._endpoint is not None and self.core.ledger.stores:
+            self._drain_endpoint(self._endpoint)
         if self.remote is not None:
             self.remote.take_in()
         self.gate.go_on()
-        if self._endpoint is None or not self.core.ledger.stores:
-            return
-        for report in self._endpoint.drain():
+
+    def _drain_endpoint(self, endpoint: SchedulerEndpoint) -> None:
+        for report in endpoint.drain():
             self._apply(report)
-        if self._endpoint.malformed != self._malformed:
-            self._malformed = self._endpoint.malformed
+        if endpoint.malformed != self._malformed:
+            self._malformed = endpoint.malformed
             self.core.fail("report", "a message on the side channel was not a report")
 
     def take_stats(self) -> metrics.TieredStats | None:

@@ -92,11 +92,11 @@ class Lender:
         for node in found.values():
             self._pin(node)
         for chunk in missing:
-            node = self._copy(state, chunk, tables)
-            if node is None:
+            copied = self._copy(state, chunk, tables)
+            if copied is None:
                 self._give_back(nodes.values())
                 return None
-            nodes[chunk] = node
+            nodes[chunk] = copied
         ordered = tuple(nodes[chunk] for chunk in range(len(nodes)))
         awaits = {node for node in ordered if node.state is not NodeState.READY}
         return Loan(ordered, awaits)

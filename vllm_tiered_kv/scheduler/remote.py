@@ -6,13 +6,13 @@ Scheduler thread only; the control channel is the agent's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.params import ParamsError
 from vllm_tiered_kv.protocol import RemoteSetup, SlotRead, SumJob, WorkerReport
-from vllm_tiered_kv.remote.params import parse_remote
+from vllm_tiered_kv.remote.params import Wish, parse_remote
 from vllm_tiered_kv.scheduler.disk import Since
 from vllm_tiered_kv.scheduler.handing import Handed, HandingOptions, HandOvers
 from vllm_tiered_kv.scheduler.peers import PeerTier
@@ -102,6 +102,17 @@ class RemotePlanner:
             return
         self.pulls.arrived(state)
 
+    def planned(
+        self, state: RequestState, computed: int, tables: Callable[[], Sequence[Sequence[int]]]
+    ) -> None:
+        """A step is planned, with which so many of the request's tokens are computed."""
+        if state.remote.wish is not Wish.SEND:
+            return
+        try:
+            self.handing.planned(state, computed, tables)
+        except Exception:  # noqa: BLE001 - it would end the engine
+            self._core.bug("getting a prompt ready to be handed over")
+
     def finished(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> Handed | None:
         """A request ends: what another engine goes on from, if anything."""
         try:
@@ -128,21 +139,22 @@ class RemotePlanner:
         if self.peers is not None and (report.reads or report.settled):
             self.peers.report(report.rank, report.reads, report.settled)
         for sums in report.sums:
-            self.handing.summed(report.rank, sums.lease, sums.groups)
+            self.handing.readying.summed(report.rank, sums.lease, sums.groups)
 
     def take_news(self) -> RemoteNews:
         """What the ranks are to be told with this step; once."""
         pulls, handing, peers = self.pulls, self.handing, self.peers
+        sums = handing.readying.sums
         orders, cancels = (peers.orders, peers.cancels) if peers is not None else ([], [])
         told = RemoteNews(
             tuple(pulls.peers),
             tuple(pulls.gone),
-            tuple(handing.sums),
+            tuple(sums),
             tuple(handing.sent),
             tuple(orders),
             tuple(cancels),
         )
-        for each in (pulls.peers, pulls.gone, handing.sums, handing.sent, orders, cancels):
+        for each in (pulls.peers, pulls.gone, sums, handing.sent, orders, cancels):
             each.clear()
         return told
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm_tiered_kv.scheduler.fetch import Fetch, Look
     from vllm_tiered_kv.scheduler.jobs import ActiveLoad
     from vllm_tiered_kv.scheduler.peers import PeerLook
+    from vllm_tiered_kv.scheduler.readying import HandOver
     from vllm_tiered_kv.scheduler.ruling import Ruling
 
 NEVER = 1 << 62
@@ -61,6 +62,7 @@ class RequestState:
         "epoch",
         "failed_loads",
         "fetch",
+        "handing",
         "handoff",
         "is_crowded",
         "load",
@@ -104,6 +106,8 @@ class RequestState:
         """What it asks of hand-overs between engines."""
         self.handoff: Handoff | None = None
         """What another engine hands over to it; it is to be given back."""
+        self.handing: HandOver | None = None
+        """What of it is being got ready for another engine."""
         self.proven: Handoff | None = None
         """A hand-over that was seen to be of its prompt."""
         self.pull: tuple[int, int] | None = None

@@ -168,11 +168,11 @@ def make(layout: RankLayout, job: SumJob, *, host: bool = True) -> tuple[bytes, 
     summing = Summing(
         layout, checker, lambda kind, _: failures.append(kind), pages_in_host_memory=host
     )
+    assert not summing.is_busy
     summing.start(job)
-    assert len(summing) == 1
     ended.get(timeout=20)
     (sums,) = summing.take()
-    assert len(summing) == 0
+    assert not summing.is_busy
     assert checker.close(20)
     assert (failures == ["remote_verify"]) is (not sums.groups)
     assert sums.lease == job.lease

@@ -10,13 +10,19 @@ from hypothesis import strategies as st
 
 from tests.unit.remote._wire import ADDRESS, GRACE, IDENTITY, OFFER, SECONDS, Producer, Wire, memory
 from vllm_tiered_kv.remote import serving
-from vllm_tiered_kv.remote.asking import ASK_SECONDS, IDLE_SECONDS, MAX_QUIET_SECONDS
+from vllm_tiered_kv.remote.asking import (
+    ASK_SECONDS,
+    COMING_SECONDS,
+    IDLE_SECONDS,
+    MAX_QUIET_SECONDS,
+)
 from vllm_tiered_kv.remote.handoff import Handoff, State
 from vllm_tiered_kv.remote.leases import MAX_HOLDERS
 from vllm_tiered_kv.remote.memory import Place
 from vllm_tiered_kv.remote.messages import (
     MAX_ASK_BYTES,
     VERSION,
+    Coming,
     Granted,
     Hello,
     Hold,
@@ -465,6 +471,20 @@ def test_who_comes_early_waits_and_is_told_where_it_is(wire: Wire) -> None:
     assert freed(wire) == [lease]
 
 
+def test_who_is_told_that_it_comes_waits_for_longer(wire: Wire) -> None:
+    handoff, lease = promised(wire)
+    wire.pass_time(ASK_SECONDS)
+    assert handoff.state is State.ASKING
+    assert wire.producer is not None
+    wire.producer.server.settle(lease, OFFER)
+    deliver_late(wire)
+    assert handoff.state is State.GRANTED
+    late, _ = promised(wire)
+    wire.pass_time(COMING_SECONDS)
+    assert late.state is State.OVER
+    assert wire.failures == ["remote_unanswered"]
+
+
 def test_who_waits_is_turned_away_when_nothing_comes(wire: Wire) -> None:
     handoff, lease = promised(wire)
     assert wire.producer is not None
@@ -493,6 +513,6 @@ def test_those_who_wait_for_one_promise_are_bounded(wire: Wire) -> None:
     server = wire.producer.server
     for number in range(3 * MAX_HOLDERS):
         take = Take(number, wire.producer.engine, IDENTITY, Hold(lease, "the same"))
-        assert server.answer(b"peer", encode(take)) is None
+        assert server.answer(b"peer", encode(take)) == encode(Coming(number))
     server.settle(lease, OFFER)
     assert len(server.take_late()) == MAX_HOLDERS

@@ -193,7 +193,7 @@ class RemoteSide:
     @property
     def is_summing(self) -> bool:
         """Whether checksums are being made that somebody waits for."""
-        return self._summing is not None and len(self._summing) > 0
+        return self._summing is not None and self._summing.is_busy
 
     # -- a step ------------------------------------------------------------------------
 
@@ -211,8 +211,9 @@ class RemoteSide:
         met, self._met = self._met, {}
         for memory in met.values():
             self._pulls.meet(memory)
-        for job in plan.sums if self._summing is not None else ():
-            self._summing.start(job)
+        if self._summing is not None:
+            for job in plan.sums:
+                self._summing.start(job)
 
     def read_slots(self, reads: Sequence[SlotRead], unwanted: Sequence[int]) -> None:
         """Begin to read slots of peers into ours; what nobody waits for is given up."""

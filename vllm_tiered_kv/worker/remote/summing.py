@@ -42,9 +42,10 @@ class Summing:
         self._under_way = 0
         self._ended: deque[RankSums] = deque()
 
-    def __len__(self) -> int:
-        """Hand-overs whose checksums have not been taken."""
-        return self._under_way
+    @property
+    def is_busy(self) -> bool:
+        """Whether checksums are being made."""
+        return self._under_way > len(self._ended)
 
     def start(self, job: SumJob) -> None:
         """Make the checksums of a hand-over; :meth:`take` has them when they are there."""
