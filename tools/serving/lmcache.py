@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +12,8 @@ from typing import Any
 
 import httpx
 
-from tools.serving.process import ServerFailed, end_with_parent, free_port
+from tools.serving.process import ServerFailed, free_port
+from vllm_tiered_kv.bench.group import ProcessGroup
 
 PEERS_PYTHON = Path(".venv-peers/bin/python")
 ENVIRONMENT = {
@@ -58,16 +56,7 @@ class LMCacheServer:
         ]
         for adapter in l2_adapters:
             command += ["--l2-adapter", json.dumps(adapter)]
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT},
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
+        self._group = ProcessGroup(command, log, ENVIRONMENT)
         self._http = httpx.Client(
             base_url=f"http://127.0.0.1:{self.http_port}", timeout=10.0, trust_env=False
         )
@@ -86,10 +75,10 @@ class LMCacheServer:
     @property
     def pid(self) -> int:
         """Of the process, and of its session."""
-        return self._process.pid
+        return self._group.pid
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._group.status is None
 
     def get(self, path: str) -> Any:
         """What its HTTP interface says.
@@ -108,14 +97,7 @@ class LMCacheServer:
 
     def stop(self) -> None:
         """A polite signal, then a kill of its whole process group."""
-        if self.alive():
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(30.0)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10.0)
+        self._group.stop(30.0)
         self._http.close()
 
     def _wait_healthy(self, timeout_s: float) -> None:

@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +17,8 @@ from typing import Any
 import httpx
 import msgspec
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
+from vllm_tiered_kv.bench.group import ProcessGroup
+
 _VLLM_CLI = "vllm.entrypoints.cli.main"
 # What vLLM's logger prints at level ERROR, but no line of a stack trace.
 _ERROR = re.compile(r" ERROR [^\]]*\] (?!Traceback )(\S.*)")
@@ -98,16 +94,8 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                self._command(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, **dict(spec.env)},
-                start_new_session=True,  # a process group of its own, to be ended as a whole
-                preexec_fn=end_with_parent,
-            )
+        environment = {**ENVIRONMENT, **dict(spec.env)}
+        self._group = ProcessGroup(self._command(), log, environment)
         try:
             self._wait_healthy(timeout_s)
         except BaseException:
@@ -122,18 +110,14 @@ class Server:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._group.pid
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._group.status is None
 
     def tail(self, lines: int = 25) -> str:
         """The last lines of the log."""
-        try:
-            with self.log.open(encoding="utf-8", errors="replace") as file:
-                return "".join(deque(file, maxlen=lines))
-        except OSError as error:
-            return f"(no log: {error})"
+        return self._group.tail(lines)
 
     def errors(self, limit: int = 15) -> list[str]:
         """The first distinct errors in the log, without stack traces."""
@@ -150,15 +134,7 @@ class Server:
 
     def stop(self, grace_s: float = 20.0) -> None:
         """End the server: a polite signal, then a kill of its whole process group."""
-        if self.alive():
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace_s)
-        # The group outlives its leader for as long as an engine process is left.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10.0)
+        self._group.stop(grace_s)
 
     def _command(self) -> list[str]:
         script = Path(sys.executable).with_name("vllm")
@@ -177,7 +153,7 @@ class Server:
         with httpx.Client(base_url=self.url, timeout=5.0, trust_env=False) as http:
             while time.monotonic() < deadline:
                 if not self.alive():
-                    raise self._failure(f"the server exited with {self._process.returncode}")
+                    raise self._failure(f"the server exited with {self._group.status}")
                 with contextlib.suppress(httpx.HTTPError):
                     if http.get("/health").status_code == 200:
                         return
@@ -206,8 +182,3 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
-
-
-def end_with_parent() -> None:
-    """Ask the kernel to end a child when this process dies without having stopped it."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

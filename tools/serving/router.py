@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import httpx
 from typing_extensions import Self
 
 from tools.serving.process import free_port
+from vllm_tiered_kv.bench.group import ProcessGroup
 
 READY_SECONDS = 60.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -48,10 +48,7 @@ class RouterProcess:
         command = [binary(), *options, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-port", str(free_port())]
         command += ["--worker-startup-check-interval", "1"]
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-            )
+        self._group = ProcessGroup(command, log, {})
         try:
             self._wait_ready()
         except BaseException:
@@ -65,12 +62,7 @@ class RouterProcess:
         self.close()
 
     def close(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(10)
+        self._group.stop(10.0)
 
     def text(self) -> str:
         """What it has printed so far, without colours."""
@@ -78,7 +70,7 @@ class RouterProcess:
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + READY_SECONDS
-        while time.monotonic() < deadline and self._process.poll() is None:
+        while time.monotonic() < deadline and self._group.status is None:
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/readiness", trust_env=False).status_code == 200:
                     return

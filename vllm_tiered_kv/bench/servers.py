@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import http.client
-import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 import urllib.request
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,10 +18,9 @@ import msgspec
 from vllm_tiered_kv.bench.commands import Command, commands, free_ports, ports_of
 from vllm_tiered_kv.bench.config import Arm, Experiment
 from vllm_tiered_kv.bench.errors import ServerLost
+from vllm_tiered_kv.bench.group import ProcessGroup
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
-_GRACE_S, _KILL_S = 30.0, 10.0
+_GRACE_S = 30.0
 # Loopback only: a proxy from the environment must not get in between.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -43,20 +38,10 @@ class Process:
     def __init__(self, command: Command, log: Path, timeout: float) -> None:
         self.command = command
         self.log = log
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as output:
-            try:
-                self._process = subprocess.Popen(
-                    command.words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **command.env},
-                    start_new_session=True,
-                    preexec_fn=_end_with_parent,
-                )
-            except (OSError, subprocess.SubprocessError) as error:
-                raise ServerLost(f"{command.words[0]} cannot be started: {error}") from None
+        try:
+            self._group = ProcessGroup(command.words, log, command.env)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ServerLost(f"{command.words[0]} cannot be started: {error}") from None
         try:
             self._wait_ready(timeout)
         except BaseException:
@@ -72,7 +57,7 @@ class Process:
     @property
     def pid(self) -> int:
         """Of the process, and of its group."""
-        return self._process.pid
+        return self._group.pid
 
     def check(self) -> None:
         """Is it still there?
@@ -80,23 +65,13 @@ class Process:
         Raises:
             ServerLost: it has ended.
         """
-        status = self._process.poll()
+        status = self._group.status
         if status is not None:
             raise self._lost(f"{self.command.name} ended with status {status}")
 
     def stop(self) -> None:
         """A polite signal, then a kill of its whole group."""
-        try:
-            if self._process.poll() is None:
-                self._process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_GRACE_S)
-        finally:
-            # Also when the wait was interrupted. The group outlives its leader while one is left.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_KILL_S)
+        self._group.stop(_GRACE_S)
 
     def _wait_ready(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -108,12 +83,7 @@ class Process:
         raise self._lost(f"{self.command.name} was not ready after {timeout:.0f} s")
 
     def _lost(self, what: str) -> ServerLost:
-        try:
-            with self.log.open(encoding="utf-8", errors="replace") as file:
-                tail = "".join(deque(file, maxlen=25))
-        except OSError:
-            tail = ""
-        return ServerLost(f"{what}; the end of {self.log}:\n{tail}")
+        return ServerLost(f"{what}; the end of {self.log}:\n{self._group.tail()}")
 
 
 def _answers(url: str) -> bool:
@@ -200,8 +170,3 @@ def _empty(folder: Path) -> Iterator[Path]:
         yield folder.absolute()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _end_with_parent() -> None:
-    """Ask the kernel to end a child when this process dies without having stopped it."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

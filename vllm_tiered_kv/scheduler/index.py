@@ -43,12 +43,14 @@ class Node:
         "state",
     )
 
-    def __init__(self, key: bytes, parent: Node | None, slots: list[int], now: int) -> None:
+    def __init__(self, key: bytes, parent: Node | None, slots: Sequence[int], now: int) -> None:
         self.key = key
         self.parent = parent
         self.position = 0
         """Chunks before it in its prefix."""
-        self.slots = slots
+        self.slots = tuple(slots)
+        """By group. No list: there may be a million of these, and the garbage collector stops the
+        scheduler's thread to look into each list, but not into tuples of numbers."""
         self.coming: dict[int, int] = {}
         """Slots being written for groups whose part is to be added, by group."""
         self.last_used = now
@@ -240,14 +242,14 @@ class ChunkIndex:
         slots = [ABSENT] * self._num_groups
         for group, slot in zip(groups, taken, strict=True):
             slots[group] = slot
-        node = Node(key, None, slots, self._clock)
+        now = [ABSENT if group in later else slot for group, slot in enumerate(slots)]
+        node = Node(key, None, now, self._clock)
+        node.coming.update((group, slots[group]) for group in later)
         self._nodes[key] = node
         self.adopt(node, parent)
         self._policy.add(node, Item(len(taken), self._chunk_tokens, node.position))
         self.pin(node)
         if later:
-            for group in later:
-                node.coming[group], slots[group] = slots[group], ABSENT
             self.pin(node)
         return node
 
@@ -291,7 +293,7 @@ class ChunkIndex:
         for group in groups:
             slot = node.coming.pop(group)
             if arrived and node.state is not NodeState.GONE and node.slots[group] == ABSENT:
-                node.slots[group] = slot
+                node.slots = (*node.slots[:group], slot, *node.slots[group + 1 :])
             else:  # whoever else holds the node may be reading it
                 self._late.setdefault(node, []).append(slot)
         self._policy.resize(node, node.num_slots)
@@ -443,4 +445,4 @@ class ChunkIndex:
         for slot in node.slots:
             if slot != ABSENT:
                 self._slots.give_back(slot)
-        node.slots = [ABSENT] * self._num_groups
+        node.slots = (ABSENT,) * self._num_groups

@@ -281,7 +281,7 @@ def test_a_group_is_killed_even_when_the_wait_for_it_is_interrupted(
         with running(arm, experiment((arm,)), tmp_path) as target:
             (process,) = target.processes
             pids.append(process.pid)
-            inner = process._process
+            inner = process._group.leader
             wait = inner.wait
 
             def interrupted(timeout: float | None = None) -> int:
@@ -337,7 +337,7 @@ def test_a_server_that_is_lost_ends_the_run_with_what_is_done(
     def run(self: Runner, target: Any, model: str, block: Any) -> BlockResult:
         if block.number == 2:
             os.kill(target.processes[0].pid, signal.SIGKILL)
-            target.processes[0]._process.wait(20)
+            target.processes[0]._group.leader.wait(20)
         return original(self, target, model, block)
 
     monkeypatch.setattr(Runner, "_run", run)
