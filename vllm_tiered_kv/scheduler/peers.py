@@ -259,15 +259,15 @@ class PeerTier:
         return loan
 
     def read(self, orders: Sequence[ReadOrder]) -> bool:
-        by_claim: dict[Claim, list[tuple[ReadOrder, int]]] = {}
+        by_claim: dict[Claim, tuple[Loan, list[tuple[ReadOrder, int]]]] = {}
         for order in orders:
             found = self._there.get(order.key)
-            if found is None or self._loan(found[0]) is None:
+            loan = self._loan(found[0]) if found is not None else None
+            if found is None or loan is None:
                 return False
-            by_claim.setdefault(found[0], []).append((order, found[1]))
-        for claim, wanted in by_claim.items():
-            if (loan := self._loan(claim)) is not None:
-                self._order(claim, loan, wanted)
+            by_claim.setdefault(found[0], (loan, []))[1].append((order, found[1]))
+        for claim, (loan, wanted) in by_claim.items():
+            self._order(claim, loan, wanted)
         return True
 
     def try_out(self, claim: Claim, most: int) -> Trial | None:
@@ -365,6 +365,7 @@ class PeerTier:
             for node in [self.lookups.node(job) for job in batch.jobs]:
                 self._core.index.pin(node)
                 batch.nodes.append(node)
+            self.lookups.held += self._slots(batch)
         for job in batch.jobs:
             del self._batch_of[job]
             self.lookups.ended(job, outcome, batch.ended or None)
@@ -378,7 +379,11 @@ class PeerTier:
             return
         batch.writers.discard(rank)
         if not batch.writers and self._quarantined.pop(job, None) is not None:
+            self.lookups.held -= self._slots(batch)
             self._release(batch)
+
+    def _slots(self, batch: _Batch) -> int:
+        return len(batch.nodes) * len(self._core.geometry.groups)
 
     def _release(self, batch: _Batch) -> None:
         for node in batch.nodes:
