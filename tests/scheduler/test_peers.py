@@ -410,6 +410,19 @@ def test_a_peer_that_is_faster_is_read(pair: Pair) -> None:
     assert pair.b.count(HIT) == LONG
 
 
+@pytest.mark.parametrize(("peers", "first"), [(0.1, True), (0.9, False), (2.0, False)])
+def test_peers_come_before_a_disk_that_is_slower_by_far(
+    pair: Pair, peers: float, first: bool
+) -> None:
+    gate = pair.b.sim.half.gate
+    assert not gate.prefers_peers()  # nothing was measured
+    for i in range(12):
+        nbytes = gate._bytes(1 + i % 4)
+        gate.gate.disk.observe(nbytes, 1.0 * (1 + i % 4))
+        gate.gate.peers.observe(nbytes, peers * (1 + i % 4))
+    assert gate.prefers_peers() is first
+
+
 # -- everything at once ------------------------------------------------------------------
 
 
