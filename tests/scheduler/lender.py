@@ -90,7 +90,7 @@ def main(key: str, tokens: str, first: str, end: str, port: str) -> None:
     engine = Sim(extra={"remote": remote}, capacity_chunks=1000)
     for seed in range(int(first), int(end)):
         engine.complete(f"r{seed}", prompt(int(tokens), seed=seed), 2)
-    engine.settle()
+        engine.settle()  # before its blocks are handed out again
     agent = engine.half.remote.agent
     while not agent._server.is_ready:
         engine.step()
