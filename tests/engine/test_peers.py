@@ -8,7 +8,7 @@ import itertools
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,37 +86,39 @@ def fresh(tokens: int) -> list[int]:
     return prompt(f"lent {next(_seeds)}", tokens)
 
 
-@pytest.fixture
-def start(servers: Pool, tmp_path: Path) -> Iterator[Callable[[], Pair]]:
-    """Two engines that know each other."""
-    key = tmp_path / "fleet.key"
+@contextlib.contextmanager
+def engines(servers: Pool, folder: Path) -> Iterator[Pair]:
+    """Two that know each other."""
+    key = folder / "fleet.key"
     keys.write(key, keys.generate())
+    ports = free_port(), free_port()
     with contextlib.ExitStack() as stack:
-
-        def both() -> Pair:
-            ports = free_port(), free_port()
-            made = []
-            for own, other in (ports, ports[::-1]):
-                setup = config(key, own, [f"127.0.0.1:{other}"])
-                made.append(stack.enter_context(servers.private(kv_transfer_config=setup)))
-            for running in made:
-                running.client.complete([9, 8, 9], max_tokens=1)  # ranks come with a first step
-            pair = Pair(*made)
-
-            def met() -> bool:
-                text = fresh(2 * BLOCK_TOKENS)
-                pair.teach(text)
-                pair.b.client.complete(text, max_tokens=1)
-                return pair.hits() > 0
-
-            wait(met, "B does not ask A")
-            return pair
-
-        yield both
+        made = []
+        for own, other in (ports, ports[::-1]):
+            setup = config(key, own, [f"127.0.0.1:{other}"])
+            made.append(stack.enter_context(servers.private(kv_transfer_config=setup)))
+        for running in made:
+            running.client.complete([9, 8, 9], max_tokens=1)  # ranks come with a first step
+        pair = Pair(*made)
+        wait(lambda: asks(pair), "B does not ask A")
+        yield pair
 
 
-def test_chunks_of_a_peer(start: Callable[[], Pair]) -> None:
-    pair = start()
+def asks(pair: Pair) -> bool:
+    """Whether B has found something at A."""
+    before, text = pair.hits(), fresh(2 * BLOCK_TOKENS)
+    pair.teach(text)
+    pair.b.client.complete(text, max_tokens=1)
+    return pair.hits() > before
+
+
+@pytest.fixture(scope="module")
+def pair(servers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with engines(servers, tmp_path_factory.mktemp("keys")) as pair:
+        yield pair
+
+
+def test_chunks_of_a_peer(pair: Pair) -> None:
     text = fresh(TOKENS)
     pair.teach(text)
     before = pair.hits()
@@ -125,46 +127,48 @@ def test_chunks_of_a_peer(start: Callable[[], Pair]) -> None:
     assert pair.hits() - before == TOKENS
     assert_same_output(alone(pair.b.client, asked), got)
     assert_same_output(alone(pair.a.client, asked), got)
-    # What was read is B's own now, and A can have it back.
+    # What was read is B's own now.
     assert flushed(pair.b.client)
     before = pair.hits()
     assert_same_output(got, pair.b.client.complete(asked, max_tokens=8))
     assert pair.hits() == before
     assert pair.failures() == set()
 
-    # A starts over: nothing of before is lent, and both go on.
-    assert pair.a.client.reset_prefix_cache(external=True)
+
+def computes(pair: Pair, texts: list[list[int]]) -> None:
+    """B answers these rightly, and without the peer."""
+    before = pair.hits()
+    for text in texts:
+        got = pair.b.client.complete(text, max_tokens=8)
+        assert_same_output(alone(pair.b.client, text), got)
+    assert pair.hits() == before
+
+
+def test_a_peer_that_stands_still_and_goes_on(pair: Pair) -> None:
+    texts = [fresh(TOKENS), fresh(TOKENS)]
+    for text in texts:
+        pair.teach(text)
+    os.killpg(pair.a.server.pid, signal.SIGSTOP)
+    try:
+        computes(pair, texts)
+    finally:
+        os.killpg(pair.a.server.pid, signal.SIGCONT)
+    wait(lambda: asks(pair), "B does not ask A again")
+
+
+def test_after_a_reset_nothing_is_lent(pair: Pair) -> None:
     text = fresh(TOKENS)
     pair.teach(text)
-    got = pair.b.client.complete(text, max_tokens=8)
-    assert pair.hits() == before
-    assert_same_output(alone(pair.b.client, text), got)
+    assert pair.a.client.reset_prefix_cache(external=True)
+    again = fresh(TOKENS)
+    pair.teach(again)
+    computes(pair, [text, again])
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_peer_that_is_gone(start: Callable[[], Pair], sign: signal.Signals) -> None:
-    pair = start()
-    text, other = fresh(TOKENS), fresh(TOKENS)
-    pair.teach(text)
-    pair.teach(other)
-    group = pair.a.server.pid
-    os.killpg(group, sign)
-    try:
-        before = pair.hits()
-        got = pair.b.client.complete(text, max_tokens=8)
-        again = pair.b.client.complete(other, max_tokens=8)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGCONT)
-    assert pair.hits() == before
-    assert_same_output(alone(pair.b.client, text), got)
-    assert_same_output(alone(pair.b.client, other), again)
-    if sign is signal.SIGSTOP:
-
-        def is_back() -> bool:
-            fresh_one = fresh(2 * BLOCK_TOKENS)
-            pair.teach(fresh_one)
-            pair.b.client.complete(fresh_one, max_tokens=1)
-            return pair.hits() > before
-
-        wait(is_back, "B does not ask A again")
+def test_a_peer_that_is_killed(servers: Pool, tmp_path: Path) -> None:
+    with engines(servers, tmp_path) as pair:
+        texts = [fresh(TOKENS), fresh(TOKENS)]
+        for text in texts:
+            pair.teach(text)
+        os.killpg(pair.a.server.pid, signal.SIGKILL)
+        computes(pair, texts)
