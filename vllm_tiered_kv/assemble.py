@@ -22,8 +22,8 @@ from vllm_tiered_kv.contract import check
 from vllm_tiered_kv.geometry import Geometry, GroupGeometry, plan_geometry
 from vllm_tiered_kv.policies import Eviction
 from vllm_tiered_kv.remote.agent import RemoteAgent
-from vllm_tiered_kv.remote.assembly import heads_by_group, introduce, open_agent
-from vllm_tiered_kv.remote.options import Handoff, RemoteOptions, parse_address
+from vllm_tiered_kv.remote.assembly import heads_by_group, introduce, listen_address, open_agent
+from vllm_tiered_kv.remote.options import Handoff, RemoteOptions
 from vllm_tiered_kv.remote.pages import contents_of
 from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
@@ -154,7 +154,7 @@ def _remote_parts(
         agent.close("how its pages lie cannot be told")
     return RemoteParts(
         agent,
-        parse_address(options.listen).host,
+        listen_address(options).host,
         compat.engine_id(vllm_config),
         compat.tensor_parallel_size(vllm_config),
         options.deadline,

@@ -8,14 +8,22 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler import test_handover as handover
+from tests.scheduler.handover import (
+    LEASE,
+    ODD,
+    TO_PRODUCER,
+    Engine,
+    Fleet,
+    decode,
+    prefill,
+    wait,
+)
 from tests.scheduler.sim import BLOCK, prompt
-from tests.scheduler.test_handover import LEASE, ODD, TO_PRODUCER, Engine, Fleet, decode, prefill
 from vllm_tiered_kv.config import ConfigError
+from vllm_tiered_kv.remote.params import refusal
 from vllm_tiered_kv.scheduler.lending import MAX_SHARE
 from vllm_tiered_kv.scheduler.readying import COPY_PATIENCE
 
-fleet = handover.fleet
 Make = Callable[..., Engine]
 
 
@@ -30,17 +38,12 @@ def early(fleet: Fleet) -> Make:
     return make
 
 
-@pytest.fixture
-def consumer(fleet: Fleet) -> Engine:
-    return fleet.engine("kv_consumer")
-
-
 def lent(engine: Engine) -> int:
     return int(engine.remote.handing.slots)
 
 
 def assert_nothing_lent(engine: Engine) -> None:
-    handover.wait(lambda: engine.is_free() and not len(engine.remote.handing), "still held")
+    wait(lambda: engine.is_free() and not len(engine.remote.handing), "still held")
     engine.sim.settle()
     index = engine.sim.half.core.index
     assert lent(engine) == len(engine.remote.handing) == index.pinned == 0
@@ -48,7 +51,7 @@ def assert_nothing_lent(engine: Engine) -> None:
     engine.sim.check_quiet()
 
 
-@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, ODD, 20 * BLOCK])
+@pytest.mark.parametrize("length", [2, BLOCK - 1, BLOCK, BLOCK + 1, ODD, 20 * BLOCK])
 @pytest.mark.parametrize("chunk_blocks", [1, 3])
 def test_the_devices_blocks_are_free_before_anybody_comes(
     early: Make, consumer: Engine, length: int, chunk_blocks: int
@@ -355,5 +358,5 @@ def test_what_was_copied_before_a_reset_is_not_handed_over(early: Make) -> None:
         producer.sim.advance()
     producer.sim.half.reset()
     producer.sim.run()
-    assert producer.sim.handed == {}
+    assert producer.sim.handed == {"p": refusal()}
     assert_nothing_lent(producer)

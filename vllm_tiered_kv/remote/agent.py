@@ -20,6 +20,7 @@ import msgspec
 from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.remote.asking import Client
 from vllm_tiered_kv.remote.channel import ControlSockets
+from vllm_tiered_kv.remote.facts import UNTOLD, IdentityFacts
 from vllm_tiered_kv.remote.finding import Finder
 from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory
 from vllm_tiered_kv.remote.inquiry import Inquiry, InquiryState
@@ -122,6 +123,7 @@ class RemoteAgent:
         )
         self._layouts: dict[int, RankLayout] = {}
         self._identity: Identity | None = None
+        self._facts = UNTOLD
         self._thread = threading.Thread(target=self._run, name="tiered-kv-remote", daemon=True)
         self._thread.start()
         self._resolver: Resolver | None = None
@@ -173,11 +175,11 @@ class RemoteAgent:
 
     # -- what is wanted: a producer ----------------------------------------------------
 
-    def identify(self, identity: Identity) -> None:
-        """What this engine's KV means is known; any thread."""
-        self._insist(self._server.identify, identity)
-        self._insist(self._client.identify, identity)
-        self._insist(self._identified, identity)
+    def identify(self, identity: Identity, facts: IdentityFacts = UNTOLD) -> None:
+        """What this engine's KV means is known, and in words; any thread."""
+        self._insist(self._server.identify, identity, facts)
+        self._insist(self._client.identify, identity, facts)
+        self._insist(self._identified, identity, facts)
 
     def remember(self, layout: RankLayout, endpoint: Endpoint | None) -> None:
         """How a rank's pages lie, and how peers can read them."""
@@ -336,15 +338,15 @@ class RemoteAgent:
         if endpoint is not None:
             self._server.remember(RankMemory(layout.rank, endpoint, layout))
 
-    def _identified(self, identity: Identity) -> None:
-        self._identity = identity
+    def _identified(self, identity: Identity, facts: IdentityFacts) -> None:
+        self._identity, self._facts = identity, facts
         self._greet_peers()
 
     def _greet_peers(self) -> None:
         """Once all is known that a peer's memory is held against."""
         whole = len(self._layouts) == self.settings.ranks
         if self._identity is not None and whole and not self._closed:
-            self._finder.identify(self._identity)
+            self._finder.identify(self._identity, self._facts)
 
     def _refusal(self, memory: PeerMemory) -> str | None:
         """Why a producer's pages cannot be read into ours; None if they can, as far as is known."""

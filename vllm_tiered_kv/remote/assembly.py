@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,11 @@ from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.remote import keys
 from vllm_tiered_kv.remote.agent import RemoteAgent, RemoteSettings
 from vllm_tiered_kv.remote.channel import ControlSockets
+from vllm_tiered_kv.remote.facts import IdentityFacts, facts_of
 from vllm_tiered_kv.remote.memory import Heads, heads_of_rank
 from vllm_tiered_kv.remote.messages import MAX_GROUPS, MAX_RANKS, Identity
-from vllm_tiered_kv.remote.options import Address, RemoteOptions, parse_address
-from vllm_tiered_kv.remote.pages import contents_of
+from vllm_tiered_kv.remote.options import Address, RemoteOptions, parse_address, parse_listen
+from vllm_tiered_kv.remote.pages import contents_of, page_contents
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import KVCacheConfig, VllmConfig
@@ -58,7 +60,7 @@ def open_agent(
     except keys.KeyFileError as error:
         raise ConfigError(f"remote.key_file: {error}") from None
     sends, receives = compat.is_producer(vllm_config), compat.is_consumer(vllm_config)
-    address = parse_address(options.listen)
+    address = listen_address(options)
     if address.port:
         port = address.port + compat.engine_index(vllm_config)
         address = msgspec.structs.replace(address, port=port)
@@ -108,10 +110,25 @@ def _listen(key: keys.FleetKey, address: Address, *, must: bool, may: bool) -> C
     return ControlSockets(key, None)
 
 
+def listen_address(options: RemoteOptions) -> Address:
+    """Where peers reach this engine, before its index is added.
+
+    Raises:
+        ConfigError: nowhere.
+    """
+    host_ip = os.environ.get("VLLM_HOST_IP", "")
+    try:
+        return parse_listen(options.listen, host_ip)
+    except ValueError as error:
+        raise ConfigError(f"remote.listen: {options.listen!r}: {error}") from None
+
+
 def introduce(agent: RemoteAgent, namespace: Namespace) -> None:
     """Tell the agent what this engine's KV means, now that it is known; any thread."""
     if namespace.persistent:
-        agent.identify(Identity(namespace.semantic_digest, contents_of(namespace.layout)))
+        identity = Identity(namespace.semantic_digest, contents_of(namespace.layout))
+        contents = page_contents(namespace.layout)
+        agent.identify(identity, IdentityFacts(facts_of(namespace.semantic), facts_of(contents)))
         return
     why = f"no other engine can tell what its KV means: {namespace.reason}"
     logger.warning("tiered-kv: this engine hands nothing over and takes nothing: %s", why)

@@ -14,6 +14,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from vllm_tiered_kv.remote.facts import UNTOLD, IdentityFacts, differences
 from vllm_tiered_kv.remote.handoff import PeerMemory
 from vllm_tiered_kv.remote.inquiry import Inquiry, InquiryState, Loan
 from vllm_tiered_kv.remote.messages import (
@@ -135,6 +136,7 @@ class Finder:
         self._clock = clock
         self._count = count
         self._identity: Identity | None = None
+        self._facts = UNTOLD
         self._peers: dict[Address, _Peer] = {}
         self._questions: dict[int, _Question] = {}
         self._late: OrderedDict[int, _Question] = OrderedDict()
@@ -150,9 +152,9 @@ class Finder:
 
     # -- who is asked ------------------------------------------------------------------
 
-    def identify(self, identity: Identity) -> None:
-        """What our KV means is known now."""
-        self._identity = identity
+    def identify(self, identity: Identity, facts: IdentityFacts = UNTOLD) -> None:
+        """What our KV means is known now, and in words."""
+        self._identity, self._facts = identity, facts
 
     def stop(self) -> None:
         """Ask nobody any more."""
@@ -392,7 +394,10 @@ class Finder:
     def _refused(self, peer: _Peer, answer: Refused) -> None:
         kind = f"remote_{answer.reason.value.replace(' ', '_')}"
         if answer.reason in _USELESS:
-            self._useless(peer, kind, answer.sentence)
+            ours = {Reason.SEMANTIC: self._facts.semantic, Reason.PAGES: self._facts.pages}
+            differing = differences(answer.facts, ours.get(answer.reason, ()))
+            what = f"; they differ in: {differing}" if differing else ""
+            self._useless(peer, kind, answer.sentence + what)
         elif answer.reason is Reason.ENGINE:
             self._lose(peer)  # it restarted: who is it now?
         elif answer.reason is Reason.NOT_READY:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from vllm_tiered_kv.remote.facts import Facts
 from vllm_tiered_kv.remote.memory import Place, RankLayout
 from vllm_tiered_kv.remote.ticket import Count, Incarnation
 from vllm_tiered_kv.remote.transport import Endpoint
@@ -39,7 +40,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 BlockHash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=32)]
 Content = Annotated[bytes, msgspec.Meta(max_length=64)]
-_Sentence = Annotated[str, msgspec.Meta(max_length=1000)]
+MAX_SENTENCE = 1000
+_Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE)]
 
 
 Sums = Annotated[
@@ -241,6 +243,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     reason: Reason
     sentence: _Sentence
     """For a log."""
+    facts: Facts = ()
+    """What the identity is made of that differs, ours."""
 
 
 Ask = Hello | Take | Renew | Release | Meet | Find | Return

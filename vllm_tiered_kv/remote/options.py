@@ -43,8 +43,9 @@ class RemoteOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hand-over between engines."""
 
     listen: str
-    """``host:port`` of this engine's control channel, as peers reach it. With data parallelism each
-    engine adds its index to the port. Port 0: any that is free."""
+    """``host:port`` of this engine's control channel, as peers reach it; ``:port``: at vLLM's
+    ``VLLM_HOST_IP``. With data parallelism each engine adds its index to the port. Port 0: any that
+    is free."""
     key_file: str
     """The fleet's key; absolute. See ``vllm-tiered-kv keygen``."""
     handoff: Handoff = Handoff.AUTO
@@ -79,6 +80,22 @@ def parse_address(text: str) -> Address:
     return Address(host, int(port))
 
 
+def parse_listen(text: str, host_ip: str) -> Address:
+    """Read ``host:port``, or ``:port`` for this host.
+
+    Raises:
+        ValueError: it is none, or not one that peers can be told; says why.
+    """
+    if text.startswith(":"):
+        if not host_ip:
+            raise ValueError("names no host, and VLLM_HOST_IP, which would, is not set")
+        text = f"[{host_ip}]{text}" if ":" in host_ip else f"{host_ip}{text}"
+    address = parse_address(text)
+    if _is_wildcard(address.host):
+        raise ValueError("must be the address that peers reach this engine at: they are told it")
+    return address
+
+
 def check_remote(options: RemoteOptions) -> tuple[str, object, str] | None:
     """Values that fit their types and nothing else.
 
@@ -86,15 +103,9 @@ def check_remote(options: RemoteOptions) -> tuple[str, object, str] | None:
         The key, its value, and what is wrong with it; None if all is well.
     """
     try:
-        address = parse_address(options.listen)
+        parse_listen(options.listen, "localhost")
     except ValueError as error:
         return "listen", options.listen, str(error)
-    if _is_wildcard(address.host):
-        return (
-            "listen",
-            options.listen,
-            "must be the address that peers reach this engine at: they are told it",
-        )
     if not options.key_file.startswith("/") or "\0" in options.key_file:
         return "key_file", options.key_file, "must be an absolute path"
     if len(options.peers or ()) > MAX_PEERS:

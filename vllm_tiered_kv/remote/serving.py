@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import msgspec
 
+from vllm_tiered_kv.remote.facts import UNTOLD, IdentityFacts
 from vllm_tiered_kv.remote.leases import MAX_HOLDERS, Denial, LeaseTable
 from vllm_tiered_kv.remote.loans import ChunkLender
 from vllm_tiered_kv.remote.memory import Place
 from vllm_tiered_kv.remote.messages import (
+    MAX_SENTENCE,
     VERSION,
     Answer,
     Ask,
@@ -105,6 +107,7 @@ class Server:
         self._memory: dict[int, RankMemory] = {}
         self._generation = 0
         self._identity: Identity | None = None
+        self._facts = UNTOLD
         self._why = "its weights are still being digested"
         self._turned_away: list[int] = []
         self.decoded = 0
@@ -112,9 +115,10 @@ class Server:
 
     # -- what this engine has ----------------------------------------------------------
 
-    def identify(self, identity: Identity) -> None:
+    def identify(self, identity: Identity, facts: IdentityFacts = UNTOLD) -> None:
         """What its KV means is known now."""
         self._identity = identity
+        self._facts = facts
 
     def remember(self, memory: RankMemory) -> None:
         """Where a rank's pages are, now or once more."""
@@ -291,13 +295,15 @@ class Server:
         """Whether KV of ours means and lies the same there."""
         ours = self._identity
         if ours is None:
-            return Refused(number, Reason.NOT_READY, f"this engine hands nothing over: {self._why}")
+            sentence = f"this engine hands nothing over: {self._why}"
+            return Refused(number, Reason.NOT_READY, sentence[:MAX_SENTENCE])
         if theirs.semantic != ours.semantic:
             return Refused(
                 number,
                 Reason.SEMANTIC,
                 "KV means something else in the two engines (model, weights, dtype, LoRA options, "
-                f"hash or vLLM differ): {ours.semantic[:8]} here, {theirs.semantic[:8]} there",
+                f"hash or vLLM differ): {theirs.semantic[:8]} here, {ours.semantic[:8]} there",
+                self._facts.semantic,
             )
         if theirs.pages != ours.pages:
             return Refused(
@@ -305,7 +311,8 @@ class Server:
                 Reason.PAGES,
                 "KV lies otherwise in the pages of the two engines (block size, parallelism, "
                 "attention backend or instruction set differ): "
-                f"{ours.pages[:8]} here, {theirs.pages[:8]} there",
+                f"{theirs.pages[:8]} here, {ours.pages[:8]} there",
+                self._facts.pages,
             )
         if len(self._memory) < self._ranks:
             return Refused(number, Reason.NOT_READY, "not all ranks of this engine are there yet")

@@ -17,7 +17,7 @@ import msgspec
 from vllm_tiered_kv import compat, metrics
 from vllm_tiered_kv.remote.memory import Place
 from vllm_tiered_kv.remote.options import Handoff
-from vllm_tiered_kv.remote.params import Wish, answer
+from vllm_tiered_kv.remote.params import answer
 from vllm_tiered_kv.remote.serving import Offer
 from vllm_tiered_kv.scheduler.lending import Effort, Lender, Loan
 from vllm_tiered_kv.scheduler.readying import HandOver, Readying, Stage, Tables
@@ -129,7 +129,7 @@ class HandOvers:
             self.readying.end(hand)
 
     def finished(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> Handed | None:
-        """A request ends, and its blocks are freed after this call unless they are waited for.
+        """A request that asked for it ends; its blocks are freed after this call unless waited for.
 
         Returns:
             None if nothing is handed over.
@@ -160,7 +160,7 @@ class HandOvers:
     def _prepared(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> HandOver | None:
         """What to hand over of a request that has ended; None if nothing."""
         request = state.request
-        if state.remote.wish is not Wish.SEND or not compat.ended_well(request):
+        if not compat.ended_well(request):
             return None
         if not self._is_ready(state):
             return None

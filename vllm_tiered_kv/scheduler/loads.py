@@ -35,8 +35,6 @@ STORE_PATIENCE = 0.5
 milliseconds, but on a machine whose processors are all busy."""
 ADAPTER_PATIENCE = 0.5
 """Seconds the first look-up with a LoRA adapter waits at most for the digest of its weights."""
-PULL_PATIENCE = 5.0
-"""Seconds a look-up waits at most for a lease; what grants it is given up earlier."""
 MAX_FAILED_LOADS = 1
 """A request whose loads failed so often is computed: it must come to an end."""
 
@@ -92,13 +90,12 @@ class LoadPlanner:
     ) -> int | None:
         """Offer what another engine hands over beyond what the tiers have."""
         found = pulls.beyond(state, computed, tokens)
+        if found is not None and found[0] >= found[1]:
+            return tokens
         if found is None or len(self._core.ledger.loads) >= MAX_LOADS:
-            if self._wait(state, PULL_PATIENCE):
+            if self._wait(state, pulls.patience(state)):
                 return None
             pulls.drop(state)
-            return tokens
-        start, end = found
-        if start >= end:
             return tokens
         if self._awaits_room(state):
             return None
@@ -107,7 +104,7 @@ class LoadPlanner:
             return tokens
         state.ruling = None  # the gate is not asked about this
         state.pull = found
-        return end - computed
+        return found[1] - computed
 
     def _may_load(self, state: RequestState) -> bool:
         may = state.params.load and state.failed_loads < MAX_FAILED_LOADS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.params import ParamsError
 from vllm_tiered_kv.protocol import RemoteSetup, SlotRead, SumJob, WorkerReport
-from vllm_tiered_kv.remote.params import Wish, parse_remote
+from vllm_tiered_kv.remote.params import Wish, parse_remote, refusal
 from vllm_tiered_kv.scheduler.disk import Since
 from vllm_tiered_kv.scheduler.handing import Handed, HandingOptions, HandOvers
 from vllm_tiered_kv.scheduler.peers import PeerTier
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm_tiered_kv.scheduler.requests import RequestState
     from vllm_tiered_kv.scheduler.stores import StorePlanner
 
+NOT_HANDED = Handed(refusal(), waits=False)
 TRUSTED_NO_MORE = "its caches were reset, perhaps for new weights, which are not looked at again"
 
 
@@ -114,12 +115,14 @@ class RemotePlanner:
             self._core.bug("getting a prompt ready to be handed over")
 
     def finished(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> Handed | None:
-        """A request ends: what another engine goes on from, if anything."""
+        """A request ends: what another engine goes on from, where it asked."""
+        if state.remote.wish is not Wish.SEND:
+            return None
         try:
-            return self.handing.finished(state, block_ids)
+            return self.handing.finished(state, block_ids) or NOT_HANDED
         except Exception:  # noqa: BLE001 - it would end the engine
             self._core.bug("handing a prompt over")
-            return None
+            return NOT_HANDED
 
     def take_in(self) -> None:
         """Take in what the agent has to say; at the start of every hook."""

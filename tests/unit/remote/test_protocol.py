@@ -8,13 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.remote._wire import ADDRESS, GRACE, IDENTITY, OFFER, SECONDS, Producer, Wire, memory
+from tests.unit.remote._wire import (
+    ADDRESS,
+    FACTS,
+    GRACE,
+    IDENTITY,
+    OFFER,
+    SECONDS,
+    Producer,
+    Wire,
+    memory,
+)
 from vllm_tiered_kv.remote import serving
 from vllm_tiered_kv.remote.asking import (
     ASK_SECONDS,
     COMING_SECONDS,
     IDLE_SECONDS,
     MAX_QUIET_SECONDS,
+    QUIET_SECONDS,
 )
 from vllm_tiered_kv.remote.handoff import Handoff, State
 from vllm_tiered_kv.remote.leases import MAX_HOLDERS
@@ -191,6 +202,17 @@ def test_silence_grows_with_each_failure_and_ends_with_an_answer(wire: Wire) -> 
     assert wire.open(wire.producer.offer()).state is State.ASKING
 
 
+def test_many_questions_that_fail_at_once_are_one_silence(wire: Wire) -> None:
+    assert wire.producer is not None
+    for _ in range(20):
+        wire.open(wire.producer.offer())
+    wire.asks.clear()
+    wire.pass_time(ASK_SECONDS)
+    assert wire.open(wire.producer.offer()).state is State.OVER
+    wire.now += 2 * QUIET_SECONDS
+    assert wire.open(wire.producer.offer()).state is State.ASKING
+
+
 def test_a_grant_that_comes_late_is_given_back(wire: Wire) -> None:
     assert wire.producer is not None
     handoff = wire.open(wire.producer.offer())
@@ -244,6 +266,27 @@ def test_engines_that_differ(wire: Wire, identity: Identity, kind: str, word: st
     assert kind in wire.failures
     assert word in handoff.reason
     assert str(ADDRESS) in handoff.reason
+
+
+def test_what_differs_is_named_with_both_values(wire: Wire) -> None:
+    assert wire.producer is not None
+    changes = {"semantic": (("dtype", "bfloat16"), FACTS.semantic[1], ("lora", "on"))}
+    ours = msgspec.structs.replace(FACTS, **changes)
+    wire.client.identify(Identity("c" * 32, IDENTITY.pages), ours)
+    handoff = wire.open(wire.producer.offer())
+    wire.run()
+    assert "dtype (float16 there, bfloat16 here), lora (nothing there, on here)" in handoff.reason
+    assert "rope" not in handoff.reason
+
+
+def test_who_tells_no_facts_names_no_differences(wire: Wire) -> None:
+    assert wire.producer is not None
+    wire.producer.server.identify(IDENTITY)
+    wire.client.identify(Identity(IDENTITY.semantic, "c" * 32), FACTS)
+    handoff = wire.open(wire.producer.offer())
+    wire.run()
+    assert "pages" in handoff.reason
+    assert "nothing there" not in handoff.reason
 
 
 def test_pages_that_cannot_be_read(wire: Wire) -> None:

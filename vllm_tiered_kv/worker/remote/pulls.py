@@ -8,7 +8,7 @@ their memory is free, are the puller's.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -244,14 +244,17 @@ class Pulls:
 
     def take(self) -> list[tuple[int, JobStatus, PullResult]]:
         """Pulls that have ended since the last call; each once."""
-        now = self._clock()
         refused, self._refused = self._refused, []
+        ended = self._puller.poll()
+        told_of: Counter[str] = Counter()
+        now = self._clock()  # not before: who stood still in between may look at late bytes
         nothing = PullResult(0, 0.0, now, may_write=False)
         told = [(job, JobStatus.FAILED, nothing) for job in refused]
         told += self._take_checked()
-        for result in self._puller.poll():
+        for result in ended:
             checks = self._checks.pop(result.pull, None)
             if result.kind:  # none where it was called off
+                told_of[result.kind] += 1
                 self._fail(result.kind, f"a pull did not arrive: {result.reason}")
             may_write = result.memory is Memory.QUARANTINED
             part = PullResult(result.nbytes, result.seconds, now, may_write)
@@ -259,6 +262,9 @@ class Pulls:
                 self._compare(result.pull, checks, part)
                 continue
             told.append((result.pull, _STATUS[result.outcome], part))
+        others = Counter(self._transport.take_counts()) - told_of
+        for kind in others.elements():  # that ended no pull, or more than one part of it
+            self._fail(kind, "see the transport's own words above")
         return told
 
     def _compare(self, job: int, checks: Sequence[_Check], part: PullResult) -> None:
