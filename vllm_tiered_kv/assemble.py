@@ -86,7 +86,8 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         agent = open_disk(options.disk, geometry, num_slots, ranks, share)
     remote = None
     if options.remote is not None:
-        remote = open_agent(vllm_config, options.remote, geometry, ranks)
+        lendable = num_slots if options.cpu is not None else 0
+        remote = open_agent(vllm_config, options.remote, geometry, ranks, lendable)
     task = NamespaceTask(
         vllm_config,
         kv_cache_config,

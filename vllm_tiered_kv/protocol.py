@@ -133,6 +133,20 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     """What comes from another engine at the same time."""
 
 
+class SlotRead(msgspec.Struct, frozen=True, array_like=True):
+    """Read slots of a peer into ours."""
+
+    job: int
+    engine: str
+    """The peer's incarnation; a plan has said where its memory is."""
+    local: tuple[tuple[int, ...], ...]
+    """Slots that are written, by KV cache group."""
+    remote: tuple[tuple[int, ...], ...]
+    """The peer's slots they are read from, as many in each group."""
+    deadline: float
+    """Seconds this may take."""
+
+
 class RemoteSetup(msgspec.Struct, frozen=True, array_like=True):
     """What a rank must know to read other engines' memory, and to let them read its own."""
 
@@ -188,6 +202,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     sums: tuple[SumJob, ...] = ()
     sent: tuple[str, ...] = ()
     """Requests that vLLM is to be told of: their blocks are not needed any more."""
+    reads: tuple[SlotRead, ...] = ()
+    uncalled: tuple[int, ...] = ()
+    """Reads of slots that nobody waits for any more."""
 
 
 class PullResult(msgspec.Struct, frozen=True, array_like=True):
@@ -199,6 +216,14 @@ class PullResult(msgspec.Struct, frozen=True, array_like=True):
     """When; by the monotonic clock of the host."""
     may_write: bool
     """It was given up, and its device blocks may still be written."""
+
+
+class SlotReadEnd(msgspec.Struct, frozen=True, array_like=True):
+    """How one :class:`SlotRead` ended on one rank."""
+
+    job: int
+    status: JobStatus
+    result: PullResult
 
 
 class JobResult(msgspec.Struct, frozen=True, array_like=True):
@@ -230,8 +255,9 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     endpoint: Endpoint | None = None
     """How peers can read them; said with the layout, where they may."""
     settled: tuple[int, ...] = ()
-    """Load jobs that were given up and can write no more."""
+    """Loads, and reads of slots, that were given up and can write no more."""
     sums: tuple[RankSums, ...] = ()
+    reads: tuple[SlotReadEnd, ...] = ()
 
 
 _encoder = msgspec.msgpack.Encoder()

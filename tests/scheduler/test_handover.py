@@ -199,7 +199,6 @@ def test_without_a_tier(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("remote", "word"),
     [
-        ({"peers": ["10.0.0.6:7600"]}, "remote.peers"),
         ({"key_file": "/nowhere/fleet.key"}, "remote.key_file"),
         ({"listen": "192.0.2.1:7600"}, "remote.listen"),
         ({"listen": ":7600"}, "VLLM_HOST_IP"),

@@ -123,6 +123,10 @@ class Client:
     def __len__(self) -> int:
         return len(self._peers)
 
+    def __contains__(self, address: Address) -> bool:
+        """Whether this producer is talked to."""
+        return address in self._peers
+
     def identify(self, identity: Identity, facts: IdentityFacts = UNTOLD) -> None:
         """What our KV means is known now."""
         self._identity = identity

@@ -50,8 +50,9 @@ class RemoteOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fleet's key; absolute. See ``vllm-tiered-kv keygen``."""
     handoff: Handoff = Handoff.AUTO
     """What hand-overs are served from."""
-    peers: tuple[str, ...] = ()
-    """``host:port`` of engines that may be asked for chunks."""
+    peers: tuple[str, ...] | None = None
+    """``host:port`` of engines that may be asked for chunks. None: nobody is asked and nothing is
+    lent; an engine that names none lends to others."""
     verify: bool = False
     """A producer makes checksums of what it hands over; a consumer takes nothing without them, and
     compares them before it goes on."""
@@ -107,9 +108,9 @@ def check_remote(options: RemoteOptions) -> tuple[str, object, str] | None:
         return "listen", options.listen, str(error)
     if not options.key_file.startswith("/") or "\0" in options.key_file:
         return "key_file", options.key_file, "must be an absolute path"
-    if len(options.peers) > MAX_PEERS:
-        return "peers", len(options.peers), f"at most {MAX_PEERS} can be named"
-    for peer in options.peers:
+    if len(options.peers or ()) > MAX_PEERS:
+        return "peers", len(options.peers or ()), f"at most {MAX_PEERS} can be named"
+    for peer in options.peers or ():
         try:
             reached = parse_address(peer)
         except ValueError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producer's side of the protocol: questions in, answers out. No thread, no socket."""
+"""The answering side of the protocol: questions in, answers out. No thread, no socket."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 
 from vllm_tiered_kv.remote.facts import UNTOLD, IdentityFacts
 from vllm_tiered_kv.remote.leases import MAX_HOLDERS, Denial, LeaseTable
+from vllm_tiered_kv.remote.loans import ChunkLender
 from vllm_tiered_kv.remote.memory import Place
 from vllm_tiered_kv.remote.messages import (
     MAX_SENTENCE,
@@ -16,10 +17,13 @@ from vllm_tiered_kv.remote.messages import (
     Answer,
     Ask,
     Coming,
+    Find,
     Granted,
     Hello,
     Identity,
+    Meet,
     MessageError,
+    Met,
     OtherVersion,
     RankMemory,
     Reason,
@@ -27,6 +31,7 @@ from vllm_tiered_kv.remote.messages import (
     Release,
     Renew,
     Renewed,
+    Return,
     Sums,
     Take,
     Welcome,
@@ -39,6 +44,8 @@ RATE = 2000.0
 """Messages a second that one peer may send ..."""
 BURST = 4000.0
 """... and at once."""
+COST_BYTES = 1 << 12
+"""So much of a message counts as one message more."""
 MAX_ASKERS = 1024
 """Connections whose rate is remembered."""
 
@@ -72,6 +79,7 @@ class Server:
         leases: the table; this side's alone.
         clock: seconds, monotonic.
         count: takes each kind of failure.
+        lender: answers questions for chunks; None where none are lent.
     """
 
     def __init__(
@@ -81,7 +89,9 @@ class Server:
         leases: LeaseTable,
         clock: Callable[[], float],
         count: Callable[[str, str], None],
+        lender: ChunkLender | None = None,
     ) -> None:
+        self._lender = lender
         self._engine = engine
         self._ranks = ranks
         self._leases = leases
@@ -156,6 +166,13 @@ class Server:
         for lease in list(self._takers):
             self._turn_away(lease, now)
         self._leases.revoke(now)
+        if self._lender is not None:
+            self._lender.revoke()
+
+    def expire(self) -> None:
+        """Give back chunks whose leases are over."""
+        if self._lender is not None:
+            self._lender.expire()
 
     def take_freed(self) -> list[int]:
         """Leases whose memory is free; each once."""
@@ -176,7 +193,7 @@ class Server:
             peer: the connection's name.
             data: the message, from somebody who has the fleet's key.
         """
-        if not self._rate.admits(peer, self._clock()):
+        if not self._rate.admits(peer, self._clock(), 1 + len(data) // COST_BYTES):
             self._count("remote_rate", "a peer asks more than it may")
             return None
         self.decoded += 1
@@ -198,6 +215,12 @@ class Server:
                 for hold in ask.holds:
                     self._leases.release(hold.lease, hold.holder, now)
             return None
+        if isinstance(ask, Return):
+            if ask.engine == self._engine and self._lender is not None:
+                self._lender.give_back(ask.holds)
+            return None
+        if isinstance(ask, Meet):
+            return self._meet(ask)
         if ask.engine != self._engine:
             return Refused(
                 ask.number, Reason.ENGINE, f"this is {self._engine}, not {ask.engine}: it restarted"
@@ -205,13 +228,32 @@ class Server:
         if isinstance(ask, Renew):
             held = [hold for hold in ask.holds if self._leases.renew(hold.lease, hold.holder, now)]
             return Renewed(ask.number, self._leases.seconds, tuple(held))
+        if isinstance(ask, Find):
+            return self._find(ask)
         refused = self._compare(ask.number, ask.identity)
         if refused is not None:
             return refused
         if isinstance(ask, Hello):
-            ranks = tuple(self._memory[rank] for rank in sorted(self._memory))
-            return Welcome(ask.number, self._generation, ranks)
+            return Welcome(ask.number, self._generation, self._ranks_memory())
         return self._take(peer, ask, now)
+
+    def _ranks_memory(self) -> tuple[RankMemory, ...]:
+        return tuple(self._memory[rank] for rank in sorted(self._memory))
+
+    def _meet(self, ask: Meet) -> Answer:
+        if ask.asker == self._engine:
+            return Refused(ask.number, Reason.SELF, "this is the engine that asks")
+        if self._lender is None:
+            return Refused(ask.number, Reason.LENDS_NOTHING, "this engine lends nothing")
+        refused = self._compare(ask.number, ask.identity)
+        if refused is not None:
+            return refused
+        return Met(ask.number, self._engine, self._generation, self._ranks_memory())
+
+    def _find(self, ask: Find) -> Answer:
+        if self._lender is None or not self.is_ready:
+            return Refused(ask.number, Reason.NOT_READY, f"this engine lends nothing: {self._why}")
+        return self._lender.find(ask, self._generation)
 
     def _take(self, peer: bytes, ask: Take, now: float) -> Answer:
         lease = ask.hold.lease

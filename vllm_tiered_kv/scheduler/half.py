@@ -67,7 +67,8 @@ class SchedulerHalf:
         self.remote = RemotePlanner(self.core, self.stores, remote) if remote is not None else None
         """Hand-overs between engines; None without."""
         pulls = self.remote.pulls if self.remote is not None else None
-        self.loads = LoadPlanner(self.core, self.gate, pulls)
+        peers = self.remote.peers if self.remote is not None else None
+        self.loads = LoadPlanner(self.core, self.gate, pulls, peers)
         self.first_tokens = FirstTokens(self.core)
         self._endpoint = endpoint
         self._setup = Setup(
@@ -172,7 +173,8 @@ class SchedulerHalf:
             return 0, 0
         load = state.load
         pulled = min(tokens, load.pull.tokens if load.pull is not None else 0)
-        return min(tokens - pulled, load.from_disk), pulled
+        disk = min(tokens - pulled, load.from_disk)
+        return disk, pulled + min(tokens - pulled - disk, load.from_peers)
 
     # -- every step -----------------------------------------------------------------
 
@@ -351,11 +353,11 @@ class SchedulerHalf:
         self._drained = True
         if self.core.disk is not None:
             self.core.disk.take_in()
-            self.gate.go_on()
         if self._endpoint is not None and self.core.ledger.stores:
             self._drain_endpoint(self._endpoint)
         if self.remote is not None:
             self.remote.take_in()
+        self.gate.go_on()
 
     def _drain_endpoint(self, endpoint: SchedulerEndpoint) -> None:
         for report in endpoint.drain():

@@ -64,6 +64,7 @@ class ActiveLoad(_Job):
         "copies",
         "failed",
         "from_disk",
+        "from_peers",
         "job",
         "nodes",
         "pull",
@@ -90,6 +91,8 @@ class ActiveLoad(_Job):
         self.tokens = tokens
         self.from_disk = 0
         """Those of ``tokens`` that were read from disk for this load."""
+        self.from_peers = 0
+        """Those that were read out of other engines' CPU tiers for this load."""
         self.failed: set[int] = set()
         self.stale = False
         """Its bytes are from before a cache reset, or were read too late: it must end as failed."""

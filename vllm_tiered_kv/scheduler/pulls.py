@@ -236,7 +236,7 @@ class Pulls:
             skips.add(start % size)
         if len(skips) != 1:
             return None
-        self._introduce(granted.memory)
+        self.introduce(granted.memory)
         active = ActivePull(handoff, tuple(b for group in local for b in group), end - start)
         self._active[job] = active
         self._pulling[_name(handoff)] = job
@@ -253,7 +253,7 @@ class Pulls:
         )
         return order, active
 
-    def _introduce(self, memory: PeerMemory) -> None:
+    def introduce(self, memory: PeerMemory) -> None:
         """Tell the ranks where a producer's memory is, if they do not know."""
         if self._known.get(memory.engine) != memory.generation:
             self._known[memory.engine] = memory.generation

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.params import ParamsError
-from vllm_tiered_kv.protocol import RemoteSetup, SumJob, WorkerReport
+from vllm_tiered_kv.protocol import RemoteSetup, SlotRead, SumJob, WorkerReport
 from vllm_tiered_kv.remote.params import Wish, parse_remote, refusal
 from vllm_tiered_kv.scheduler.disk import Since
 from vllm_tiered_kv.scheduler.handing import Handed, HandingOptions, HandOvers
+from vllm_tiered_kv.scheduler.peers import PeerTier
 from vllm_tiered_kv.scheduler.pulls import Pulls
+from vllm_tiered_kv.scheduler.shelving import Shelving
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import BlockPool
@@ -52,6 +54,8 @@ class RemoteNews(NamedTuple):
     gone: tuple[str, ...] = ()
     sums: tuple[SumJob, ...] = ()
     sent: tuple[str, ...] = ()
+    reads: tuple[SlotRead, ...] = ()
+    uncalled: tuple[int, ...] = ()
 
 
 class RemotePlanner:
@@ -71,7 +75,20 @@ class RemotePlanner:
         )
         self.pulls = Pulls(core, parts.agent, parts.deadline, verify=parts.handing.verify)
         settings = parts.agent.settings
-        self.setup = RemoteSetup(parts.host, settings.sends, settings.receives, parts.contents)
+        self.shelving: Shelving | None = None
+        """What peers may read of the CPU tier; None where nothing is lent."""
+        if parts.agent.shelf is not None:
+            self.shelving = Shelving(parts.agent.shelf, core.index)
+        self.peers: PeerTier | None = None
+        """Other engines as a tier; None where they are not asked."""
+        if settings.peers:
+            self.peers = PeerTier(core, parts.agent, self.pulls.introduce, parts.deadline)
+        self.setup = RemoteSetup(
+            parts.host,
+            settings.sends or self.shelving is not None,
+            settings.receives or self.peers is not None,
+            parts.contents,
+        )
 
     def bind(self, pool: BlockPool) -> None:
         self.handing.bind(pool)
@@ -111,6 +128,8 @@ class RemotePlanner:
         """Take in what the agent has to say; at the start of every hook."""
         self.handing.take_in()
         self.pulls.take_in()
+        if self.shelving is not None:
+            self.shelving.take_in()
         for kind in self.agent.take_failures():
             self._core.tally.add(metrics.FAILURES.key(kind))
 
@@ -120,29 +139,48 @@ class RemotePlanner:
             self.agent.remember(report.layout, report.endpoint)
         if report.settled:
             self.pulls.settled(report.rank, report.settled)
+        if self.peers is not None and (report.reads or report.settled):
+            self.peers.report(report.rank, report.reads, report.settled)
         for sums in report.sums:
             self.handing.readying.summed(report.rank, sums.lease, sums.groups)
 
     def take_news(self) -> RemoteNews:
         """What the ranks are to be told with this step; once."""
-        pulls, handing = self.pulls, self.handing
-        news = pulls.peers, pulls.gone, handing.readying.sums, handing.sent
-        told = RemoteNews(tuple(news[0]), tuple(news[1]), tuple(news[2]), tuple(news[3]))
-        for each in news:
+        pulls, handing, peers = self.pulls, self.handing, self.peers
+        sums = handing.readying.sums
+        orders, cancels = (peers.orders, peers.cancels) if peers is not None else ([], [])
+        told = RemoteNews(
+            tuple(pulls.peers),
+            tuple(pulls.gone),
+            tuple(sums),
+            tuple(handing.sent),
+            tuple(orders),
+            tuple(cancels),
+        )
+        for each in (pulls.peers, pulls.gone, sums, handing.sent, orders, cancels):
             each.clear()
         return told
 
     def forget(self, since: Since) -> None:
         """Offer nothing of what was computed, and accept nothing that was."""
         if since is Since.EVER:
+            if self.shelving is not None:
+                self.shelving.close()
             self.agent.close(TRUSTED_NO_MORE)
         else:
             self.agent.revoke()
 
     def gauges(self) -> dict[str, float]:
+        peers, quarantined = {}, 0
+        if self.peers is not None:
+            peers[metrics.IN_FLIGHT.key("peer_read")] = float(self.peers.reads)
+            quarantined = self.peers.quarantined
+        if self.shelving is not None:
+            peers[metrics.IN_FLIGHT.key("lent")] = float(self.shelving.lent_slots)
         return {
             metrics.IN_FLIGHT.key("lease"): float(len(self.handing)),
-            metrics.IN_FLIGHT.key("quarantine"): float(self.pulls.quarantined),
+            metrics.IN_FLIGHT.key("quarantine"): float(self.pulls.quarantined + quarantined),
+            **peers,
         }
 
     def shutdown(self) -> None:

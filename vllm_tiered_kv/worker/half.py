@@ -331,6 +331,7 @@ class WorkerHalf:
         self.adapters.observe()
         if self.remote is not None:
             self.remote.follow(plan)
+            self.remote.read_slots(plan.reads, plan.uncalled)
         if self._unstarted:
             # This rank's runner left the last step without coming to its stores, as it does on
             # all but the last stage of a pipeline with draft tokens. Their blocks still hold
@@ -528,10 +529,10 @@ class WorkerHalf:
         )
 
     def _copying(self) -> bool:
-        """Whether a load, a store, a read of a file or a checksum is under way."""
+        """Whether a load, a store, a read of a file or of a peer's slots, or a checksum goes on."""
         if self._loads or (self._disk is not None and self._disk.is_reading):
             return True
-        if self.remote is not None and self.remote.is_summing:
+        if self.remote is not None and (self.remote.is_summing or self.remote.is_reading):
             return True
         lane = self._lanes.get(Direction.STORE)
         return lane is not None and lane.in_flight > 0

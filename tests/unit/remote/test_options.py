@@ -22,7 +22,7 @@ def parse(**remote: Any) -> Any:
 def test_what_must_be_given_is_enough() -> None:
     remote = parse()
     assert remote.handoff is Handoff.AUTO
-    assert remote.peers == ()
+    assert remote.peers is None
     assert not remote.verify
 
 

@@ -159,6 +159,30 @@ def whole_slots(slots: Int64s) -> Places:
     return Places(slots, nothing, nothing)
 
 
+def plan_slots(
+    routes: Sequence[GroupRoutes], local: Sequence[Sequence[int]], remote: Sequence[Sequence[int]]
+) -> dict[int, list[Runs]]:
+    """The runs that copy whole slots, by the rank that they are read from.
+
+    Args:
+        routes: by KV cache group, see :func:`plan_slot_routes`.
+        local: slots that are written, by group.
+        remote: those they are read from, as many.
+
+    Raises:
+        OutOfRange: slots that a side doesn't have, or other groups.
+    """
+    if not len(local) == len(remote) == len(routes):
+        raise OutOfRange(f"{len(remote)} groups for {len(local)} of {len(routes)}")
+    by_rank: dict[int, list[Runs]] = {}
+    for group, ours, theirs in zip(routes, local, remote, strict=True):
+        here = whole_slots(np.array(ours, dtype=np.int64))
+        there = whole_slots(np.array(theirs, dtype=np.int64))
+        for runs in plan_read(group, here, there):
+            by_rank.setdefault(runs.rank, []).append(runs)
+    return by_rank
+
+
 def plan_read(routes: GroupRoutes, local: Places, remote: Places) -> list[Runs]:
     """The runs that copy the producer's entries `remote` to ours at `local`, by rank.
 
@@ -197,12 +221,34 @@ def _slots(rank: RankLayout) -> SlotLayout:
     return rank.slots
 
 
-def _image(slots: SlotLayout, group: int) -> object:
-    """What must be equal for the bytes of two slots to mean the same."""
-    layout = slots.groups[group]
+def _slots_differ(ours: SlotLayout, theirs: SlotLayout, group: int) -> str | None:
+    """Why the bytes of two slots do not mean the same; None if they do."""
+    if len(ours.groups) != len(theirs.groups):
+        return f"they have {len(theirs.groups)} and {len(ours.groups)} KV cache groups"
+    here, there = ours.groups[group], theirs.groups[group]
+    if there.contents != here.contents:
+        return "attention backend, cache dtype, head size or instruction set differ"
+    if there.entry_tokens * there.entries != here.entry_tokens * here.entries:
+        return (
+            f"blocks have {there.entry_tokens * there.entries} tokens there and "
+            f"{here.entry_tokens * here.entries} here"
+        )
+    if there.per_slot != here.per_slot:
+        return f"chunks have {there.per_slot} blocks there and {here.per_slot} here"
+    if there.heads != here.heads:
+        return (
+            f"no rank there has just the KV heads from {here.heads.first} to "
+            f"{here.heads.first + here.heads.count - 1} of {here.heads.total} (parallelism differs)"
+        )
+    if _image(theirs, there) != _image(ours, here):
+        return "other layers, or layers in another order, are in a slot"
+    return None
+
+
+def _image(slots: SlotLayout, layout: GroupLayout) -> object:
+    """Where each layer's bytes are in a slot."""
     strips = [(s.layer, s.address - slots.address, s.step, s.entry_bytes) for s in layout.strips]
-    meaning = (layout.contents, layout.entry_tokens, layout.entries, layout.per_slot, layout.heads)
-    return meaning, sorted(strips)
+    return layout.entries, sorted(strips)
 
 
 def _slot_routes(
@@ -211,17 +257,11 @@ def _slot_routes(
     layout = ours.groups[group]
     if not layout.strips:
         return GroupRoutes(layout, layout, ())  # other pipeline stages have all its layers
-    image = _image(ours, group)
-    alike = [
-        (source, slots)
-        for source, slots in theirs
-        if len(slots.groups) == len(ours.groups) and _image(slots, group) == image
-    ]
+    reasons = [_slots_differ(ours, slots, group) for _, slots in theirs]
+    alike = [each for each, reason in zip(theirs, reasons, strict=True) if reason is None]
     if not alike:
-        raise Refusal(
-            "the slots of the two engines are laid out otherwise (parallelism, layers, chunk size, "
-            "attention backend or instruction set differ)"
-        )
+        why = next(iter(reasons), "there is none")
+        raise Refusal(f"the slots of the two engines are laid out otherwise: {why}")
     source, slots = alike[rank % len(alike)]
     nothing = np.zeros(1, dtype=np.int64)
     route = Route(

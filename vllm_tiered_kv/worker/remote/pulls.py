@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vllm_tiered_kv.geometry import GroupGeometry
-from vllm_tiered_kv.protocol import JobResult, JobStatus, PullJob, PullResult
+from vllm_tiered_kv.protocol import JobResult, JobStatus, PullJob, PullResult, SlotRead
 from vllm_tiered_kv.remote.handoff import PeerMemory
 from vllm_tiered_kv.remote.memory import GroupLayout, Heads, Place, RankLayout, Strip
 from vllm_tiered_kv.remote.transport import (
@@ -41,6 +41,8 @@ from vllm_tiered_kv.worker.remote.plan import (
     place_entries,
     plan_read,
     plan_routes,
+    plan_slot_routes,
+    plan_slots,
 )
 from vllm_tiered_kv.worker.remote.puller import Part, Puller
 
@@ -60,6 +62,7 @@ class _Peer:
         endpoints: dict[int, str],
         layouts: dict[int, RankLayout],
         routes: dict[Place, tuple[GroupRoutes, ...]],
+        slot_routes: tuple[GroupRoutes, ...],
     ) -> None:
         self.endpoints = endpoints
         """By rank, the name that the transport knows it by."""
@@ -67,6 +70,8 @@ class _Peer:
         """By rank."""
         self.routes = routes
         """By where it is read from."""
+        self.slot_routes = slot_routes
+        """From slots into slots; none where they are not laid out alike."""
 
     def groups(self, rank: int, place: Place) -> tuple[GroupLayout, ...]:
         """How a rank's groups lie there."""
@@ -142,15 +147,24 @@ class Pulls:
         except Refusal as error:
             self._fail("remote_pages", f"a peer's pages cannot be read: {error}")
             return
-        wanted = {route.rank for group in routes[Place.PAGES] for route in group.routes}
+        slot_routes = self._slot_routes(memory)
+        wanted = {
+            route.rank for group in (*routes[Place.PAGES], *slot_routes) for route in group.routes
+        }
         endpoints = {m.rank: m.endpoint for m in memory.ranks if m.rank in wanted}
         old = self._peers.get(memory.engine)
         for endpoint in endpoints.values():
             self._transport.connect(endpoint)
         names = {rank: endpoint.incarnation for rank, endpoint in endpoints.items()}
-        self._peers[memory.engine] = _Peer(names, layouts, routes)
+        self._peers[memory.engine] = _Peer(names, layouts, routes, slot_routes)
         if old is not None:
             self._disconnect(set(old.endpoints.values()) - set(names.values()))
+
+    def _slot_routes(self, memory: PeerMemory) -> tuple[GroupRoutes, ...]:
+        try:
+            return plan_slot_routes(self.layout, [rank.layout for rank in memory.ranks])
+        except Refusal:  # said where it was asked whether its chunks can be read
+            return ()
 
     def part(self, engine: str) -> None:
         """This engine is not read from any more."""
@@ -179,6 +193,27 @@ class Pulls:
         if plan.checks:
             self._checks[job] = plan.checks
         self._puller.start(job, plan.parts, self._clock() + order.deadline, after)
+
+    def start_slots(self, order: SlotRead) -> None:
+        """Begin to read slots into slots; :meth:`take` tells its end as that of a pull."""
+        peer = self._peers.get(order.engine)
+        by_rank: dict[int, list[Runs]] = {}
+        try:
+            if peer is None or not peer.slot_routes:
+                self._fail("remote_peer", "slots are not read: that peer's are not known")
+            else:
+                by_rank = plan_slots(peer.slot_routes, order.local, order.remote)
+        except OutOfRange as error:
+            self._fail("remote_range", f"slots of a peer are not read: {error}")
+        if peer is None or not by_rank:
+            self._refused.append(order.job)
+            return
+        parts = [Part(peer.endpoints[rank], _joined(runs)) for rank, runs in by_rank.items()]
+        self._puller.start(order.job, parts, self._clock() + order.deadline)
+
+    def cancel(self, jobs: Sequence[int]) -> None:
+        """Give these up; those that have ended are passed over."""
+        self._puller.cancel(jobs)
 
     def _plan(self, order: PullJob) -> _Plan:
         """What is read from whom.
@@ -218,10 +253,9 @@ class Pulls:
         told += self._take_checked()
         for result in ended:
             checks = self._checks.pop(result.pull, None)
-            if result.outcome is not Outcome.DONE:
-                kind = result.kind or "remote_peer"
-                told_of[kind] += 1
-                self._fail(kind, f"a pull did not arrive: {result.reason}")
+            if result.kind:  # none where it was called off
+                told_of[result.kind] += 1
+                self._fail(result.kind, f"a pull did not arrive: {result.reason}")
             may_write = result.memory is Memory.QUARANTINED
             part = PullResult(result.nbytes, result.seconds, now, may_write)
             if checks is not None and result.outcome is Outcome.DONE:

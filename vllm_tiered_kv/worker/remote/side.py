@@ -21,6 +21,8 @@ from vllm_tiered_kv.protocol import (
     PullResult,
     RankSums,
     RemoteSetup,
+    SlotRead,
+    SlotReadEnd,
     StepPlan,
 )
 from vllm_tiered_kv.remote.handoff import PeerMemory
@@ -52,9 +54,11 @@ class Said(NamedTuple):
     endpoint: Endpoint | None
     settled: tuple[int, ...]
     sums: tuple[RankSums, ...]
+    reads: tuple[SlotReadEnd, ...]
 
     def __bool__(self) -> bool:
-        return self.layout is not None or bool(self.settled or self.sums)
+        news = self.settled or self.sums or self.reads
+        return self.layout is not None or bool(news)
 
 
 class RemoteSide:
@@ -102,6 +106,10 @@ class RemoteSide:
         """Parts of loads that ended where they began."""
         self._halves: dict[int, JobResult] = {}
         """How one part of a load ended whose other part is under way."""
+        self._reads: set[int] = set()
+        """Slots of peers that are being read into ours."""
+        self._read: list[SlotReadEnd] = []
+        """Not yet told."""
         self.open_transport: Callable[..., Any] = open_transport
 
     # -- set-up ------------------------------------------------------------------------
@@ -207,6 +215,23 @@ class RemoteSide:
             for job in plan.sums:
                 self._summing.start(job)
 
+    def read_slots(self, reads: Sequence[SlotRead], unwanted: Sequence[int]) -> None:
+        """Begin to read slots of peers into ours; what nobody waits for is given up."""
+        for read in reads:
+            self._reads.add(read.job)
+            if self._pulls is not None:
+                self._pulls.start_slots(read)
+            else:
+                nothing = PullResult(0, 0.0, 0.0, may_write=False)
+                self._read_ended(read.job, JobStatus.DROPPED, nothing)
+        if self._pulls is not None and unwanted:
+            self._pulls.cancel(unwanted)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether slots are being read."""
+        return bool(self._reads)
+
     def begin(self, load: LoadJob, mark: Any, *, holds: bool) -> bool:
         """Begin what a load pulls, if it does.
 
@@ -240,7 +265,8 @@ class RemoteSide:
         """
         if self._pulls is not None:
             for job, status, part in self._pulls.take():
-                self._part_ended(job, status, part)
+                end = self._read_ended if job in self._reads else self._part_ended
+                end(job, status, part)
             self._settled += self._pulls.settled()
         ended, self._ended = self._ended, []
         for result in (*copied, *ended):
@@ -258,10 +284,15 @@ class RemoteSide:
         settled, self._settled = self._settled, []
         endpoint = self._pulls.endpoint if layout is not None and self._pulls is not None else None
         sums = self._summing.take() if self._summing is not None else ()
-        return Said(layout, endpoint, tuple(settled), tuple(sums))
+        read, self._read = self._read, []
+        return Said(layout, endpoint, tuple(settled), tuple(sums), tuple(read))
 
     def _part_ended(self, job: int, status: JobStatus, result: PullResult) -> None:
         self._ended.append(JobResult(job, Direction.LOAD, status, pulled=result))
 
+    def _read_ended(self, job: int, status: JobStatus, result: PullResult) -> None:
+        self._reads.discard(job)
+        self._read.append(SlotReadEnd(job, status, result))
 
-NOTHING = Said(None, None, (), ())
+
+NOTHING = Said(None, None, (), (), ())
