@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -198,6 +203,58 @@ def test_a_folder_that_is_deleted_is_made_anew(tmp_path: Path) -> None:
         engine.wait(lambda: not engine.agent.is_degraded, "it does not work again")
         written(engine, 2)
         assert len(on_disk(root)) == 2
+
+
+class SmallFiles(FaultyFiles):
+    """A file system of so many bytes: what does not fit is not written."""
+
+    def __init__(self, root: Path, size: int) -> None:
+        super().__init__(0)
+        self.root, self.size = root, size
+
+    @property
+    def free(self) -> int:
+        return self.size - sum(p.stat().st_size for p in self.root.rglob("*") if p.is_file())
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if sum(buffer.nbytes for buffer in buffers) > self.free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().pwritev(fd, buffers, offset)
+
+    def statvfs(self, fd: int) -> Any:
+        return SimpleNamespace(f_blocks=self.size, f_bavail=self.free, f_frsize=1)
+
+
+def test_a_file_system_that_others_fill_is_read_and_its_chunks_make_room(tmp_path: Path) -> None:
+    files = SmallFiles(tmp_path, 40 * FILE)
+    with rig(tmp_path, files, min_free=8 * FILE) as engine:
+        engine.open()
+        written(engine, *range(10))
+        (tmp_path / "others").write_bytes(bytes(files.free))
+        job = engine.write(key_of(20))
+        engine.settle()
+        assert job is not None
+        assert engine.outcomes[job] is Outcome.FAILED
+        engine.wait(lambda: files.free >= 8 * FILE, "no room is made")
+        engine.wait(lambda: not engine.agent.is_degraded, "it does not work again")
+        written(engine, 21)
+        assert engine.close()
+        assert len(on_disk(tmp_path)) <= 12
+
+        left = len(on_disk(tmp_path))
+        (tmp_path / "others").write_bytes(bytes(files.size))  # what was free, and more
+        with rig(tmp_path, files, min_free=1) as second:  # it begins like that
+            second.open()
+            assert second.agent.is_degraded
+            assert not second.agent.is_writable
+            job = second.read(key_of(21))
+            second.settle()
+            assert job is None or second.outcomes[job] in (Outcome.DONE, Outcome.DROPPED)
+            second.wait(lambda: len(on_disk(tmp_path)) < left, "nothing goes")
+            (tmp_path / "others").unlink()
+            second.wait(lambda: not second.agent.is_degraded, "it does not work again")
+            written(second, 22)
+            assert not second.wrong
 
 
 def test_files_beyond_a_smaller_capacity_go_without_a_request(tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ Chore = Prepare | Scan | Remove | Mark | Unmark | Touch | Probe | Measure
 
 class Prepared(msgspec.Struct, frozen=True):
     mode: IoMode
+    full: bool = False
+    """Whether nothing can be written for want of room; what is there can be read, and removed."""
 
 
 class ScanPiece(msgspec.Struct, frozen=True):

@@ -40,6 +40,7 @@ from vllm_tiered_kv.tiers.disk.chores import (
 )
 from vllm_tiered_kv.tiers.disk.direct import probe
 from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
+from vllm_tiered_kv.tiers.disk.failures import FailureReason
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.folders import open_folder, open_root
 from vllm_tiered_kv.tiers.disk.identity_file import write_identity
@@ -153,7 +154,8 @@ class Keeper:
 
     def _prepare(self, chore: Prepare) -> None:
         reason = write_identity(self._files, self._root, chore.namespace, chore.identity)
-        if reason is not None:
+        full = reason is FailureReason.NO_SPACE  # what can be removed may be all that fills it
+        if reason is not None and not full:
             self._tell(Trouble(chore, reason.value))
             return
         if not self._inherited:
@@ -165,7 +167,7 @@ class Keeper:
         if not self._looked_at_owners:
             self._looked_at_owners = True
             self._warn_of_others(chore.namespace)
-        self._tell(Prepared(probe(self._files, self._root, chore.namespace, rank=0)))
+        self._tell(Prepared(probe(self._files, self._root, chore.namespace, rank=0), full))
         self._measure()
 
     def _warn_of_others(self, namespace: str) -> None:

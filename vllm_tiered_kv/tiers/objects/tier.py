@@ -335,6 +335,8 @@ class ObjectTier:
             case Prepared():
                 self._upkeep.prepared(news, now)
                 self._out.prepared(news)
+                if news.full:
+                    self._out.trouble("disk_folder", "the folder's file system is full")
                 if not self._upkeep.is_scanned and not self._upkeep.is_scanning:
                     self._begin_scan(now)
             case ScanPiece():
