@@ -36,6 +36,7 @@ from vllm_tiered_kv.tiers.disk.keeper import Keeper
 from vllm_tiered_kv.tiers.disk.survey import PAGE
 
 NAME = FileName(NAMESPACE, 0, 0, KEY)
+LEFT, YOUNG = f"{'1' * 24}.tmp", f"{'2' * 24}.tmp"
 SCAN = Scan(NAMESPACE, 1, 0.0)
 
 
@@ -83,7 +84,7 @@ def test_a_scan_tells_files_and_counts_the_rest(bench: Bench, tmp_path: Path) ->
     write(rank_folder(tmp_path, namespace="another", rank=3))
     for space in (NAMESPACE, "another"):
         (tmp_path / space / "r0" / "tmp").mkdir(parents=True, exist_ok=True)
-        (tmp_path / space / "r0" / "tmp" / "abc.tmp").write_bytes(bytes(1000))
+        (tmp_path / space / "r0" / "tmp" / LEFT).write_bytes(bytes(1000))
     assert bench.keeper.ask(SCAN)
     piece, ended = bench.news.get(timeout=30), bench.news.get(timeout=30)
     assert isinstance(piece, ScanPiece)
@@ -210,8 +211,8 @@ def test_what_is_made_is_for_its_owner_alone(bench: Bench, tmp_path: Path) -> No
 def test_a_scan_removes_what_was_left_behind(bench: Bench, tmp_path: Path) -> None:
     folder = tmp_path / NAMESPACE / "r0" / "tmp"
     folder.mkdir(parents=True)
-    (folder / "left.tmp").write_bytes(bytes(1000))
-    bench.keeper._leftovers.has = lambda temp: temp.name == "left.tmp"  # type: ignore[method-assign]
-    (folder / "young.tmp").write_bytes(bytes(1000))
+    (folder / LEFT).write_bytes(bytes(1000))
+    bench.keeper._leftovers.has = lambda temp: temp.name == LEFT  # type: ignore[method-assign]
+    (folder / YOUNG).write_bytes(bytes(1000))
     assert bench.ask(SCAN, ScanEnded).other_bytes == PAGE + 1000
-    assert [path.name for path in folder.iterdir()] == ["young.tmp"]
+    assert [path.name for path in folder.iterdir()] == [YOUNG]

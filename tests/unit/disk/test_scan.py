@@ -37,6 +37,7 @@ from vllm_tiered_kv.tiers.disk.scan import (
 )
 
 OTHER = "f" * 128
+LEFT, HALF = f"{'1' * 24}.tmp", f"identity-{'2' * 24}.tmp"
 FOUND = Found(NAMESPACE, 0, KEY, 0, file_bytes(NBYTES), USED_NS)
 
 
@@ -44,7 +45,7 @@ def scan(root: Path) -> list[Item]:
     return list(scan_root(Files(), root))
 
 
-def make_temp(root: Path, name: str = "left.tmp", rank: int = 0) -> Path:
+def make_temp(root: Path, name: str = LEFT, rank: int = 0) -> Path:
     folder = root / NAMESPACE / f"r{rank}" / "tmp"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
@@ -87,17 +88,11 @@ def test_a_folder_is_told_before_what_is_in_it(tmp_path: Path) -> None:
 
 def test_a_file_that_is_being_written_is_told_as_such(tmp_path: Path) -> None:
     path = make_temp(tmp_path)
-    (tmp_path / NAMESPACE / "half.tmp").write_bytes(b"")
+    (tmp_path / NAMESPACE / HALF).write_bytes(b"")
     items = [item for item in scan(tmp_path) if isinstance(item, FoundTemp)]
     assert sorted(items, key=lambda item: item.name) == [
-        FoundTemp(
-            NAMESPACE,
-            None,
-            "half.tmp",
-            0,
-            (tmp_path / NAMESPACE / "half.tmp").stat().st_ctime_ns,
-        ),
-        FoundTemp(NAMESPACE, 0, "left.tmp", 4, path.stat().st_ctime_ns),
+        FoundTemp(NAMESPACE, 0, LEFT, 4, path.stat().st_ctime_ns),
+        FoundTemp(NAMESPACE, None, HALF, 0, (tmp_path / NAMESPACE / HALF).stat().st_ctime_ns),
     ]
 
 
@@ -113,6 +108,8 @@ SHARD = f"{NAMESPACE}/r0/00"
         f"{SHARD}/notes.txt",
         f"{SHARD}/ff.0.kv",  # of another shard
         f"{SHARD}/00.0.kv.tmp",
+        f"{NAMESPACE}/backup.tmp",
+        f"{NAMESPACE}/r0/tmp/notes.tmp",
         f"{NAMESPACE}/r0/tmp/00.0.kv",
         "namespace",  # a file where a folder should be
         f"{NAMESPACE}/r7",
@@ -143,7 +140,7 @@ def test_what_is_not_ours_is_told_and_left(tmp_path: Path, path: str, make: str)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/etc/hosts")])
-@pytest.mark.parametrize("path", [f"{SHARD}/00.1.kv", f"{NAMESPACE}/r0/tmp/a.tmp"])
+@pytest.mark.parametrize("path", [f"{SHARD}/00.1.kv", f"{NAMESPACE}/r0/tmp/{LEFT}"])
 def test_what_only_has_a_files_name_is_not_ours(
     tmp_path: Path, path: str, make: Callable[[Path], None]
 ) -> None:
@@ -216,7 +213,7 @@ def test_a_scan_opens_folders_only(tmp_path: Path) -> None:
 
 def test_what_was_left_behind_is_removed(tmp_path: Path) -> None:
     write(rank_folder(tmp_path))
-    paths = [make_temp(tmp_path), make_temp(tmp_path, rank=1), tmp_path / NAMESPACE / "half.tmp"]
+    paths = [make_temp(tmp_path), make_temp(tmp_path, rank=1), tmp_path / NAMESPACE / HALF]
     paths[2].write_bytes(b"")
     found = [item for item in scan(tmp_path) if isinstance(item, FoundTemp)]
     left = next(item for item in found if item.rank == 1)
@@ -252,7 +249,7 @@ def test_a_namespace_that_is_not_there_is_not_removed(tmp_path: Path, namespace:
 def test_a_file_that_was_found_is_removed(tmp_path: Path) -> None:
     write(rank_folder(tmp_path, namespace=OTHER, rank=3))
     make_temp(tmp_path)
-    (tmp_path / NAMESPACE / "half.tmp").write_bytes(b"")
+    (tmp_path / NAMESPACE / HALF).write_bytes(b"")
     files = [item for item in scan(tmp_path) if isinstance(item, (Found, FoundTemp))]
     assert len(files) == 3
     assert [remove_found(Files(), tmp_path, item) for item in files] == [True] * 3

@@ -105,8 +105,9 @@ def test_what_is_remembered_is_bounded() -> None:
 def test_a_scan_removes_what_was_left_and_counts_the_rest(tmp_path: Path) -> None:
     folder = tmp_path / NAMESPACE / "r0" / "tmp"
     folder.mkdir(parents=True)
-    (folder / "a.tmp").write_bytes(bytes(1000))
-    now_ns = (folder / "a.tmp").stat().st_ctime_ns
+    left = folder / f"{'a' * 24}.tmp"
+    left.write_bytes(bytes(1000))
+    now_ns = left.stat().st_ctime_ns
     leftovers = Leftovers()
     leftovers.begin(now_ns - 10**9, 0.0)
     assert len(list(scan_root(Files(), tmp_path, leftovers.has))) == 4
