@@ -205,6 +205,25 @@ def test_a_folder_that_is_deleted_is_made_anew(tmp_path: Path) -> None:
         assert len(on_disk(root)) == 2
 
 
+def test_what_another_model_uses_outlives_what_nobody_does(tmp_path: Path) -> None:
+    with rig(tmp_path) as engine, rig(tmp_path) as other:
+        other.agent.open("another-1", {})
+        other.wait(lambda: other.agent.is_readable, "it did not open")
+        written(other, 1, 2)
+        for path in (tmp_path / "another-1").rglob("*.kv"):
+            os.utime(path, ns=(1, 1))  # it was long ago
+        engine.open()
+        written(engine, *range(5))
+        other.read(key_of(1))
+        other.settle()
+        engine.rescan()
+        written(engine, *range(5, 18))
+        engine.wait(lambda: not engine.agent._tier._removal._leaving, "files never leave")
+        assert engine.agent.evicted
+        left = {path.name[: len(key_of(0).hex())] for path in tmp_path.glob("another-1/*/*/*.kv")}
+        assert left == {key_of(1).hex()}
+
+
 class SmallFiles(FaultyFiles):
     """A file system of so many bytes: what does not fit is not written."""
 

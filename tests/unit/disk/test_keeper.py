@@ -15,6 +15,7 @@ from tests.unit.disk._agent import FaultyFiles
 from tests.unit.disk._files import KEY, NAMESPACE, mode_of, path_of, rank_folder, write
 from vllm_tiered_kv.tiers.disk import keeper as module
 from vllm_tiered_kv.tiers.disk.chores import (
+    Mark,
     Measure,
     Measured,
     News,
@@ -29,10 +30,12 @@ from vllm_tiered_kv.tiers.disk.chores import (
     ScanPiece,
     Touch,
     Trouble,
+    Unmark,
 )
 from vllm_tiered_kv.tiers.disk.entries import FileName
 from vllm_tiered_kv.tiers.disk.format import file_bytes
 from vllm_tiered_kv.tiers.disk.keeper import Keeper
+from vllm_tiered_kv.tiers.disk.names import parse_mark_file
 from vllm_tiered_kv.tiers.disk.survey import PAGE
 
 NAME = FileName(NAMESPACE, 0, 0, KEY)
@@ -95,6 +98,47 @@ def test_a_scan_tells_files_and_counts_the_rest(bench: Bench, tmp_path: Path) ->
     assert ended.missed == 0
     young = bench.ask(Scan(NAMESPACE, 1, 60.0), ScanEnded)
     assert young.other_bytes == folders + PAGE + 1000  # ours may be under way
+
+
+def test_a_scan_says_since_when_files_were_used(bench: Bench, tmp_path: Path) -> None:
+    write(rank_folder(tmp_path))
+    for _ in range(2):
+        os.utime(path_of(tmp_path))
+        piece = bench.ask(SCAN, ScanPiece)
+        assert piece.files[0].used_ns >= piece.since_ns
+    os.utime(path_of(tmp_path), ns=(0, time.time_ns() - 2 * module.NOTED_LATE_NS))
+    piece = bench.ask(SCAN, ScanPiece)
+    assert piece.files[0].used_ns < piece.since_ns
+
+
+def test_a_time_from_the_future_becomes_now(bench: Bench, tmp_path: Path) -> None:
+    """Else the file would be the newest for years."""
+    write(rank_folder(tmp_path))
+    for ahead, stays in ((module.AHEAD_NS // 2, True), (10**18, False)):
+        used_ns = time.time_ns() + ahead
+        os.utime(path_of(tmp_path), ns=(used_ns, used_ns))
+        file = bench.ask(SCAN, ScanPiece).files[0]
+        assert file.used_ns == path_of(tmp_path).stat().st_mtime_ns
+        assert (file.used_ns == used_ns) is stays
+
+
+def test_a_mark_covers_what_is_written_after_the_clock_was_set_back(
+    bench: Bench, tmp_path: Path
+) -> None:
+    bench.keeper._since_ns = time.time_ns() + 10**18  # it was ahead when the keeper began
+    bench.ask(Prepare(NAMESPACE, {}), Prepared)
+    write(rank_folder(tmp_path))
+    bench.keeper.ask(Mark(NAMESPACE))
+    bench.ask(Measure(), Measured)
+    (mark,) = (tmp_path / NAMESPACE).glob("*.mark")
+    since_ns = parse_mark_file(mark.name)
+    assert since_ns is not None
+    assert since_ns <= path_of(tmp_path).stat().st_ctime_ns
+    bench.keeper._since_ns -= 10**18  # and once more
+    bench.keeper.ask(Mark(NAMESPACE))
+    bench.keeper.ask(Unmark(NAMESPACE))
+    bench.ask(Measure(), Measured)
+    assert not list((tmp_path / NAMESPACE).glob("*.mark"))
 
 
 def test_a_scan_says_what_it_could_not_see(bench: Bench, tmp_path: Path) -> None:

@@ -54,6 +54,10 @@ logger = get_logger(__name__)
 MAX_CHORES = 4096
 _LAST_CHORES = (Touch, Remove, Mark)
 """Those that are done also when the process ends."""
+AHEAD_NS = 600 * 10**9
+"""By so much may the clocks of hosts differ."""
+NOTED_LATE_NS = 60 * 10**9
+"""After its use a file's time is set within so long."""
 BREATH = 0.001
 """Seconds between batches of a scan: its thread shares the interpreter with the scheduler's."""
 
@@ -76,7 +80,8 @@ class Keeper:
         self._root = root
         self._files = files
         self._tell = tell
-        self._since_ns = time.time_ns()
+        self._since_ns = self._scanned_ns = time.time_ns()
+        self._marks: set[int] = set()
         self._inherited = False
         self._leftovers = Leftovers()
         self._looked_at_owners = False
@@ -125,6 +130,8 @@ class Keeper:
 
     def _try(self, chore: Chore) -> None:
         self._step()
+        # Where the clock is set back, files get times from before our start.
+        self._since_ns = min(self._since_ns, time.time_ns())
         try:
             self._do(chore)
         except Exception as error:  # noqa: BLE001 - the thread goes on with the next
@@ -141,7 +148,8 @@ class Keeper:
             case Mark():
                 self._mark(chore)
             case Unmark():
-                clear_mark(self._files, self._root, chore.namespace, self._since_ns)
+                while self._marks:
+                    clear_mark(self._files, self._root, chore.namespace, self._marks.pop())
             case Touch():
                 self._touch(chore.files)
             case Probe():
@@ -196,6 +204,8 @@ class Keeper:
         reason = set_mark(self._files, self._root, chore.namespace, self._since_ns)
         if reason is not None:
             self._tell(Trouble(chore, reason.value))
+        else:
+            self._marks.add(self._since_ns)
 
     def _measure(self) -> None:
         root = open_root(self._files, self._root)
@@ -208,6 +218,7 @@ class Keeper:
 
     def _scan(self, chore: Scan) -> None:
         started, now_ns = time.monotonic(), time.time_ns()
+        since_ns = min(self._scanned_ns, now_ns) - NOTED_LATE_NS
         self._leftovers.begin(now_ns, started)
         survey, piece = Survey(chore, now_ns), []
         items = scan_root(self._files, self._root, self._leftovers.has)
@@ -219,15 +230,23 @@ class Keeper:
                 self._tell(Trouble(chore, item.reason.value))
                 return
             if (file := survey.meet(item)) is not None:
-                piece.append(file)
+                piece.append(self._dated(file, now_ns))
             if met % BATCH == 0:
                 if piece:
-                    self._tell(ScanPiece(piece))
+                    self._tell(ScanPiece(piece, since_ns))
                     piece = []
                 self._do_others()
                 time.sleep(BREATH)
-        self._tell(ScanPiece(piece))
+        self._scanned_ns = now_ns
+        self._tell(ScanPiece(piece, since_ns))
         self._tell(ScanEnded(survey.other, time.monotonic() - started, survey.missed))
+
+    def _dated(self, file: FoundFile, now_ns: int) -> FoundFile:
+        """A clock that was set back leaves files that would be the newest for years: no more."""
+        if file.used_ns <= now_ns + AHEAD_NS:
+            return file
+        self._touch([(file.name, now_ns)])
+        return file._replace(used_ns=now_ns)
 
     def _do_others(self) -> None:
         """What was asked since the scan began: it may take minutes, and room is made meanwhile."""

@@ -282,7 +282,7 @@ class DiskTier:
                 if not self._upkeep.is_scanned and not self._upkeep.is_scanning:
                     self._begin_scan(now)
             case ScanPiece():
-                self._catalogue.found(news.files)
+                self._catalogue.found(news.files, news.since_ns)
             case ScanEnded():
                 self._catalogue.scan_ends(missed=news.missed)
                 self._quota.scanned(news.other_bytes, self._upkeep.scan_began)

@@ -340,7 +340,7 @@ class ObjectTier:
                 if not self._upkeep.is_scanned and not self._upkeep.is_scanning:
                     self._begin_scan(now)
             case ScanPiece():
-                self._catalogue.found(news.files)
+                self._catalogue.found(news.files, news.since_ns)
                 for namespace in {file.name.namespace for file in news.files}:
                     self._lookups.learn(namespace)
             case ScanEnded():
