@@ -106,9 +106,8 @@ def scan(catalogue: Catalogue, times: dict[FileName, int], since_ns: int) -> Non
     catalogue.scan_ends()
 
 
-@pytest.mark.parametrize("eviction", [Eviction.LRU, Eviction.COST])
-def test_what_others_use_outlives_what_nobody_does(eviction: Eviction) -> None:
-    catalogue = opened(eviction=eviction)
+def test_what_others_use_outlives_what_nobody_does() -> None:
+    catalogue = opened()
     times = {file(1): 10, file(2): 20, file(3, "other"): 30, file(4, "other"): 40}
     scan(catalogue, times, since_ns=5)
     catalogue.wrote(file(5), 8192, 0)

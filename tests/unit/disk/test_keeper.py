@@ -129,7 +129,7 @@ def test_a_mark_covers_what_is_written_after_the_clock_was_set_back(
     bench.ask(Prepare(NAMESPACE, {}), Prepared)
     write(rank_folder(tmp_path))
     bench.keeper.ask(Mark(NAMESPACE))
-    bench.ask(Measure(), Measured)
+    bench.ask(Probe(0, []), Probed)
     (mark,) = (tmp_path / NAMESPACE).glob("*.mark")
     since_ns = parse_mark_file(mark.name)
     assert since_ns is not None
@@ -137,8 +137,20 @@ def test_a_mark_covers_what_is_written_after_the_clock_was_set_back(
     bench.keeper._since_ns -= 10**18  # and once more
     bench.keeper.ask(Mark(NAMESPACE))
     bench.keeper.ask(Unmark(NAMESPACE))
-    bench.ask(Measure(), Measured)
+    bench.ask(Probe(0, []), Probed)
     assert not list((tmp_path / NAMESPACE).glob("*.mark"))
+
+
+def test_a_scan_removes_namespaces_that_nobody_uses(bench: Bench, tmp_path: Path) -> None:
+    mine, other, dead = (f"{i * 32}-{'f' * 32}" for i in "abc")
+    for space in (mine, other):
+        bench.ask(Prepare(space, {}), Prepared)
+    os.utime(tmp_path / other / "identity.json", ns=(0, 0))
+    bench.ask(Scan(other, 1, 0.0), ScanEnded)  # its engine goes on, with nothing in it
+    bench.ask(Prepare(dead, {}), Prepared)
+    os.utime(tmp_path / dead / "identity.json", ns=(0, 0))
+    bench.ask(Scan(mine, 1, 0.0), ScanEnded)
+    assert {path.name for path in tmp_path.iterdir()} == {mine, other}
 
 
 def test_a_scan_says_what_it_could_not_see(bench: Bench, tmp_path: Path) -> None:

@@ -42,11 +42,16 @@ from vllm_tiered_kv.tiers.disk.direct import probe
 from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
 from vllm_tiered_kv.tiers.disk.failures import FailureReason
 from vllm_tiered_kv.tiers.disk.files import Files
-from vllm_tiered_kv.tiers.disk.folders import open_folder, open_root
+from vllm_tiered_kv.tiers.disk.folders import open_folder, open_path, open_root
 from vllm_tiered_kv.tiers.disk.identity_file import write_identity
 from vllm_tiered_kv.tiers.disk.marks import clear_mark, inherit, set_mark
-from vllm_tiered_kv.tiers.disk.names import chunk_file, rank_folder, shard_folder
-from vllm_tiered_kv.tiers.disk.scan import Unreadable, scan_root
+from vllm_tiered_kv.tiers.disk.names import (
+    IDENTITY_FILE,
+    chunk_file,
+    rank_folder,
+    shard_folder,
+)
+from vllm_tiered_kv.tiers.disk.scan import Unreadable, remove_vacant, scan_root
 from vllm_tiered_kv.tiers.disk.survey import Leftovers, Survey
 
 logger = get_logger(__name__)
@@ -56,6 +61,8 @@ _LAST_CHORES = (Touch, Remove, Mark)
 """Those that are done also when the process ends."""
 AHEAD_NS = 600 * 10**9
 """By so much may the clocks of hosts differ."""
+UNUSED_NS = 24 * 3600 * 10**9
+"""A namespace without files is removed when no engine has used it for so long."""
 NOTED_LATE_NS = 60 * 10**9
 """After its use a file's time is set within so long."""
 BREATH = 0.001
@@ -219,6 +226,7 @@ class Keeper:
     def _scan(self, chore: Scan) -> None:
         started, now_ns = time.monotonic(), time.time_ns()
         since_ns = min(self._scanned_ns, now_ns) - NOTED_LATE_NS
+        self._stamp(chore.namespace, now_ns)
         self._leftovers.begin(now_ns, started)
         survey, piece = Survey(chore, now_ns), []
         items = scan_root(self._files, self._root, self._leftovers.has)
@@ -237,9 +245,18 @@ class Keeper:
                     piece = []
                 self._do_others()
                 time.sleep(BREATH)
+        for namespace in survey.vacant:
+            self._step()
+            remove_vacant(self._files, self._root, namespace, now_ns - UNUSED_NS)
         self._scanned_ns = now_ns
         self._tell(ScanPiece(piece, since_ns))
         self._tell(ScanEnded(survey.other, time.monotonic() - started, survey.missed))
+
+    def _stamp(self, namespace: str, now_ns: int) -> None:
+        """Let other engines know that this namespace is in use, whatever is in it."""
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+            folder = open_path(self._files, self._root, [namespace], opened)
+            self._files.utime(IDENTITY_FILE, now_ns, dir_fd=folder)
 
     def _dated(self, file: FoundFile, now_ns: int) -> FoundFile:
         """A clock that was set back leaves files that would be the newest for years: no more."""

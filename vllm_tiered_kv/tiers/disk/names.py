@@ -20,6 +20,7 @@ IDENTITY_TOKEN = "identity-"
 
 _NUMBER = r"0|[1-9][0-9]{0,4}"
 _NAMESPACE = re.compile(rf"[0-9a-z-]{{1,{MAX_NAMESPACE_LENGTH}}}")
+_MODEL = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
 _RANK = re.compile(rf"r({_NUMBER})")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _CHUNK = re.compile(rf"((?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}})\.({_NUMBER})\.kv")
@@ -40,6 +41,11 @@ def valid_key(key: bytes) -> bool:
 
 def valid_namespace(name: str) -> bool:
     return _NAMESPACE.fullmatch(name) is not None
+
+
+def is_models_namespace(name: str) -> bool:
+    """Whether it is named by two digests, as those of models are; see `identity.namespace`."""
+    return _MODEL.fullmatch(name) is not None
 
 
 def valid_rank(rank: int) -> bool:
