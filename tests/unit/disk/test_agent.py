@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import threading
@@ -25,9 +26,11 @@ from tests.unit.disk._agent import (
     payload,
     rig,
 )
+from tests.unit.disk._files import mode_of
 from vllm_tiered_kv.protocol import Direction, JobResult, JobStatus
 from vllm_tiered_kv.tiers.disk import agent as agent_module
 from vllm_tiered_kv.tiers.disk.chores import Measure
+from vllm_tiered_kv.tiers.disk.direct import IoMode
 from vllm_tiered_kv.tiers.disk.format import ChunkFacts
 from vllm_tiered_kv.tiers.disk.orders import OrderResult, Outcome, Part, RankReport, WriteOrder
 
@@ -55,6 +58,20 @@ def test_what_is_written_is_read_and_found_by_the_next(tmp_path: Path) -> None:
         assert job is not None
         assert engine.outcomes[job] is Outcome.DONE
         assert not engine.wrong
+
+
+def test_it_says_how_files_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vllm.tiered_kv")
+    files = FaultyFiles(0)
+    for refused in (False, True):
+        if refused:  # as on a file system without it
+            files.errors, files.failing, files.rate = (errno.EINVAL,), frozenset({"preadv"}), 1.0
+        with rig(tmp_path / str(refused), files) as engine:
+            engine.open()
+    said = [r.getMessage().rpartition("; ")[2] for r in caplog.records if "ready" in r.message]
+    direct = mode_of(tmp_path) is IoMode.DIRECT
+    ways = ("directly" if direct else "through the page cache", "through the page cache")
+    assert said == [f"files are read and written {way}" for way in ways]
 
 
 def test_uses_are_written_down_at_the_end(tmp_path: Path) -> None:

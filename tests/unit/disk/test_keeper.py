@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -139,6 +140,16 @@ def test_a_mark_covers_what_is_written_after_the_clock_was_set_back(
     bench.keeper.ask(Unmark(NAMESPACE))
     bench.ask(Probe(0, []), Probed)
     assert not list((tmp_path / NAMESPACE).glob("*.mark"))
+
+
+def test_a_scan_says_again_what_a_namespace_is(bench: Bench, tmp_path: Path) -> None:
+    bench.ask(Prepare(NAMESPACE, {"a": 1}), Prepared)
+    file = tmp_path / NAMESPACE / "identity.json"
+    said = file.read_bytes()
+    shutil.rmtree(tmp_path / NAMESPACE)
+    write(rank_folder(tmp_path))
+    bench.ask(SCAN, ScanEnded)
+    assert file.read_bytes() == said
 
 
 def test_a_scan_removes_namespaces_that_nobody_uses(bench: Bench, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from vllm_tiered_kv.log import get_logger
@@ -89,6 +89,7 @@ class Keeper:
         self._tell = tell
         self._since_ns = self._scanned_ns = time.time_ns()
         self._marks: set[int] = set()
+        self._identity: Mapping[str, object] = {}
         self._inherited = False
         self._leftovers = Leftovers()
         self._looked_at_owners = False
@@ -168,6 +169,7 @@ class Keeper:
         self.busy_since = time.monotonic()
 
     def _prepare(self, chore: Prepare) -> None:
+        self._identity = chore.identity
         reason = write_identity(self._files, self._root, chore.namespace, chore.identity)
         full = reason is FailureReason.NO_SPACE  # what can be removed may be all that fills it
         if reason is not None and not full:
@@ -256,7 +258,10 @@ class Keeper:
         """Let other engines know that this namespace is in use, whatever is in it."""
         with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
             folder = open_path(self._files, self._root, [namespace], opened)
-            self._files.utime(IDENTITY_FILE, now_ns, dir_fd=folder)
+            try:
+                self._files.utime(IDENTITY_FILE, now_ns, dir_fd=folder)
+            except FileNotFoundError:  # somebody has made room, or removed the folder
+                write_identity(self._files, self._root, namespace, self._identity)
 
     def _dated(self, file: FoundFile, now_ns: int) -> FoundFile:
         """A clock that was set back leaves files that would be the newest for years: no more."""

@@ -142,6 +142,11 @@ class DiskTier:
         return self._upkeep.is_scanned
 
     @property
+    def is_direct(self) -> bool:
+        """Whether files bypass the page cache."""
+        return self._upkeep.mode is IoMode.DIRECT
+
+    @property
     def chunks(self) -> int:
         """Chunks of our own namespace."""
         return len(self._catalogue)
