@@ -55,7 +55,7 @@ class ManualKeeper(Keeper):
         self._looked_at_owners = False
         self._since_ns = self._scanned_ns = time.time_ns()
         self._marks: set[int] = set()
-        self._identity = {}
+        self._identity = None
         self._inherited = False
         self._closing = False
         self._close_by = math.inf

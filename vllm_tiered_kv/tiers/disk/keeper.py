@@ -89,7 +89,7 @@ class Keeper:
         self._tell = tell
         self._since_ns = self._scanned_ns = time.time_ns()
         self._marks: set[int] = set()
-        self._identity: Mapping[str, object] = {}
+        self._identity: Mapping[str, object] | None = None
         self._inherited = False
         self._leftovers = Leftovers()
         self._looked_at_owners = False
@@ -260,8 +260,9 @@ class Keeper:
             folder = open_path(self._files, self._root, [namespace], opened)
             try:
                 self._files.utime(IDENTITY_FILE, now_ns, dir_fd=folder)
-            except FileNotFoundError:  # somebody has made room, or removed the folder
-                write_identity(self._files, self._root, namespace, self._identity)
+            except FileNotFoundError:  # somebody has removed it, maybe with the folder
+                if self._identity is not None:
+                    write_identity(self._files, self._root, namespace, self._identity)
 
     def _dated(self, file: FoundFile, now_ns: int) -> FoundFile:
         """A clock that was set back leaves files that would be the newest for years: no more."""
