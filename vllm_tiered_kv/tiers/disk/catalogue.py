@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import operator
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -340,13 +339,13 @@ class Catalogue:
         Args:
             missed: folders and files that could not be looked at: what was not met may be there.
         """
-        for name, _ in self._oldest_first(self._waiting):
+        for name in self._oldest_first(self._waiting):
             chunk, key = self._get(name), self._key(name)
             if chunk is not None and not self._policy.may_evict(key):
                 self._policy.add(key, Item(chunk.nbytes, self._chunk_tokens, 0))
         if self._used:
-            newer = self._oldest_first(self._waiting, self._used)
-            self._policy.renew([self._key(name) for name, _ in newer])
+            newer = self._oldest_first(self._waiting | self._used)
+            self._policy.renew([self._key(name) for name in newer])
         self._waiting, self._used = {}, {}
         if missed:
             return
@@ -358,14 +357,13 @@ class Catalogue:
             if key not in self._own and key not in self._coming:
                 self._distrusted.discard(key)
 
-    def _oldest_first(self, *used: Mapping[ChunkName, int]) -> Iterator[tuple[ChunkName, int]]:
+    def _oldest_first(self, used: Mapping[ChunkName, int]) -> Iterator[ChunkName]:
         """Chunks by their last use; in small sorts, since no other thread runs during one."""
-        chunks = itertools.chain.from_iterable(some.items() for some in used)
-        by_use = operator.itemgetter(1)
+        names = iter(used)
         runs = []
-        while run := sorted(itertools.islice(chunks, SORTED_AT_ONCE), key=by_use):
+        while run := sorted(itertools.islice(names, SORTED_AT_ONCE), key=used.__getitem__):
             runs.append(run)
-        return heapq.merge(*runs, key=by_use)
+        return heapq.merge(*runs, key=used.__getitem__)
 
     def found_late(self, files: Iterable[FoundFile]) -> None:
         """Files of ours that others have written since the scan."""
