@@ -249,6 +249,9 @@ class Keeper:
                 time.sleep(BREATH)
         for namespace in survey.vacant:
             self._step()
+            if self._closing:
+                return
+            self._do_others()
             remove_vacant(self._files, self._root, namespace, now_ns - UNUSED_NS)
         self._scanned_ns = now_ns
         self._tell(ScanPiece(piece, since_ns))
