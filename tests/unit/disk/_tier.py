@@ -241,8 +241,8 @@ class Bench:
         news = self.news.append
         match chore:
             case Prepare():
-                news(Prepared(IoMode.BUFFERED, self.full))
                 news(Measured(self.free))
+                news(Prepared(IoMode.BUFFERED, self.full))
             case Scan():
                 found = [FoundFile(name, size, 7) for name, size in self.disk.items()]
                 news(ScanPiece(found))

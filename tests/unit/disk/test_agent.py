@@ -184,7 +184,8 @@ def test_the_end_comes_although_a_file_call_hangs(
             engine.agent.open(SPACE, {})
         assert files.waiting.acquire(timeout=30)
         engine.agent.shutdown()
-        ended = [executor.close(0.2) for executor in engine.executors]
+        patience = 0.2 if thread == "ranks" else 30.0
+        ended = [executor.close(patience) for executor in engine.executors]
         assert ended == [thread == "keeper"]
         files.flow.set()
         for t in (*engine.executors[0]._threads, engine.agent._keeper._thread):
@@ -285,10 +286,10 @@ def test_a_file_system_that_others_fill_is_read_and_its_chunks_make_room(tmp_pat
             assert not second.agent.is_writable
             job = second.read(key_of(21))
             second.settle()
-            assert job is None or second.outcomes[job] in (Outcome.DONE, Outcome.DROPPED)
+            assert job is None or second.outcomes[job] is not Outcome.FAILED
             second.wait(lambda: len(on_disk(tmp_path)) < left, "nothing goes")
             (tmp_path / "others").unlink()
-            second.wait(lambda: not second.agent.is_degraded, "it does not work again")
+            second.wait(lambda: second.agent.is_writable, "it does not work again")
             written(second, 22)
             assert not second.wrong
 

@@ -184,8 +184,9 @@ class Keeper:
         if not self._looked_at_owners:
             self._looked_at_owners = True
             self._warn_of_others(chore.namespace)
-        self._tell(Prepared(probe(self._files, self._root, chore.namespace, rank=0), full))
-        self._measure()
+        mode = probe(self._files, self._root, chore.namespace, rank=0)
+        self._measure()  # first: what is wanted from then on goes by it
+        self._tell(Prepared(mode, full))
 
     def _warn_of_others(self, namespace: str) -> None:
         """Who can write there decides what prompts are answered with: checksums are no seals."""
