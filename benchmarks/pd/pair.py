@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A producer and a consumer of one arm, and what a router between them does."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.ab_ttft.client import Answer, BenchmarkFailed, Connection, completion_body
+from benchmarks.ab_ttft.cpu import CpuClock
+from benchmarks.pd.arms import Arm, Role, connector, environment, moved, pull_params
+from tools.serving import Server, ServeSpec, compute_cpus
+
+READY_SECONDS = 60.0
+_TO_PRODUCER = {"do_remote_decode": True, "do_remote_prefill": False}
+_COUNTED_SECONDS = 5.0
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+}
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What every engine is given."""
+
+    model: Path
+    work: Path
+    """Folder for logs."""
+    key: Path
+    """The fleet's key."""
+    capacity_gib: int
+    """Of our CPU tier."""
+    serve_args: tuple[str, ...]
+
+
+class Pulled(msgspec.Struct, frozen=True):
+    """One request that went on from KV that was handed over."""
+
+    answer: Answer
+    nbytes: float
+    """KV bytes read, by the consumer's own counter ..."""
+    seconds: float
+    """... and the time of the read alone, likewise."""
+
+
+class Engine:
+    """One server and what measures it."""
+
+    def __init__(self, server: Server, connection: Connection) -> None:
+        self._server = server
+        self.connection = connection
+        self.processes = CpuClock([server.pid]).processes
+
+    def exchange(self, body: bytes) -> tuple[Answer, dict[str, Any]]:
+        """Send a request.
+
+        Raises:
+            BenchmarkFailed: it was refused, or the server is gone.
+        """
+        try:
+            return self.connection.exchange(body)
+        except (OSError, http.client.HTTPException) as error:
+            log = f"{self._server.log}:\n{self._server.tail()}"
+            raise BenchmarkFailed(f"{error!r}; {log}") from error
+
+
+class Pair:
+    """One arm's engines."""
+
+    def __init__(self, arm: Arm, model: str, producer: Engine, consumer: Engine) -> None:
+        self.arm = arm
+        self.producer = producer
+        self.consumer = consumer
+        self._model = model
+
+    @property
+    def engines(self) -> dict[Role, Engine]:
+        return {Role.PRODUCER: self.producer, Role.CONSUMER: self.consumer}
+
+    def compute(self, prompt: Sequence[int]) -> None:
+        """Let the producer have a prompt in its device cache."""
+        self.producer.exchange(completion_body(self._model, prompt))
+
+    def prefill(self, prompt: Sequence[int]) -> bytes:
+        """Let the producer offer a prompt's KV; the request for the consumer.
+
+        Raises:
+            BenchmarkFailed: it offers nothing.
+        """
+        _, answered = self.producer.exchange(
+            completion_body(self._model, prompt, kv_transfer_params=_TO_PRODUCER)
+        )
+        if not answered:
+            raise BenchmarkFailed(f"{self.arm.label}: the producer hands nothing over")
+        params = pull_params(self.arm, answered)
+        return completion_body(self._model, prompt, kv_transfer_params=params)
+
+    def decode(self, body: bytes, tokens: int) -> Pulled:
+        """Go on from it, in the consumer.
+
+        Raises:
+            BenchmarkFailed: part of it was computed.
+        """
+        before = self._moved()
+        answer, _ = self.consumer.exchange(body)
+        if answer.prompt_tokens != tokens or answer.cached_tokens < tokens - 1:
+            raise BenchmarkFailed(
+                f"{self.arm.label}: {answer.cached_tokens} of {tokens} tokens were handed over"
+            )
+        return self._counted(answer, before)
+
+    def cached(self, prompt: Sequence[int]) -> Answer:
+        """A prompt that the consumer has in its device cache, but for the last token."""
+        return self.consumer.exchange(completion_body(self._model, prompt))[0]
+
+    def reset(self) -> None:
+        """Let the consumer forget every prompt."""
+        self.consumer.connection.reset_device_cache()
+
+    def make_ready(self, prompt: Sequence[int]) -> float:
+        """Hand a prompt over until it works; seconds of that first request, handshake included.
+
+        Raises:
+            BenchmarkFailed: nothing was handed over in time.
+        """
+        deadline = time.monotonic() + READY_SECONDS
+        self.cached(prompt[:8])  # ranks come with a first step
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BenchmarkFailed):
+                body = self.prefill(prompt)
+                return self.decode(body, len(prompt)).answer.seconds
+            time.sleep(0.2)
+            self.reset()
+        raise BenchmarkFailed(f"{self.arm.label}: nothing handed over in {READY_SECONDS:.0f} s")
+
+    def _moved(self) -> tuple[float, float]:
+        return moved(self.arm, self.consumer.connection.metrics())
+
+    def _counted(self, answer: Answer, before: tuple[float, float]) -> Pulled:
+        """What the consumer's counters say of a read; they come shortly after the answer.
+
+        Raises:
+            BenchmarkFailed: they say nothing.
+        """
+        deadline = time.monotonic() + _COUNTED_SECONDS
+        while time.monotonic() < deadline:
+            nbytes, seconds = self._moved()
+            if nbytes > before[0] and seconds > before[1]:
+                return Pulled(answer, nbytes - before[0], seconds - before[1])
+            time.sleep(0.02)
+        raise BenchmarkFailed(f"{self.arm.label}: the consumer counts no read")
+
+
+@contextlib.contextmanager
+def running(arm: Arm, setup: Setup) -> Iterator[Pair]:
+    """Start an arm's engines; leaving the block ends them.
+
+    Raises:
+        ServerFailed: one did not become healthy.
+    """
+    setup.work.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for role in Role:
+            spec = ServeSpec.make(
+                setup.model,
+                setup.serve_args,
+                env={
+                    **_ENVIRONMENT,
+                    **environment(arm),
+                    "VLLM_CPU_OMP_THREADS_BIND": compute_cpus(),
+                },
+                kv_transfer_config=connector(arm, role, setup.key, setup.capacity_gib),
+            )
+            log = setup.work / f"{arm.value}-{role.value}.log"
+            server = stack.enter_context(Server(spec, log))
+            connection = Connection(server.port)
+            stack.callback(connection.close)
+            engines[role] = Engine(server, connection)
+        yield Pair(arm, str(setup.model), engines[Role.PRODUCER], engines[Role.CONSUMER])
