@@ -60,6 +60,7 @@ def main() -> int:
         key=make_key(work / "keys"),
         capacity_gib=CAPACITY_GIB,
         serve_args=serve_args(max(workload.lengths), sum(workload.lengths)),
+        token_bytes=kv_bytes_per_token(model),
     )
     started = time.monotonic()
     try:
@@ -72,7 +73,7 @@ def main() -> int:
     except (BenchmarkFailed, ServerFailed) as error:
         _say(f"failed: {error}")
         return 1
-    text = _describe(workload, kv_bytes_per_token(model))
+    text = _describe(workload, setup.token_bytes)
     if workload != FULL or list(args.arms) != list(Arm):
         text = f"{conditions.PARTIAL_MARK}: {text}"
     results = summarise(measured)

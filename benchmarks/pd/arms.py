@@ -77,14 +77,17 @@ def environment(arm: Arm) -> dict[str, str]:
     }
 
 
-def pull_params(arm: Arm, answered: Mapping[str, Any]) -> dict[str, Any]:
-    """The consumer's ``kv_transfer_params``: the producer's, as a router passes them on.
+def consumer_params(arm: Arm, answered: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A consumer's ``kv_transfer_params``.
 
-    Ours are not stored in its tier, so that the same prompt can be handed over again.
+    Nothing is stored in our tier, so that the same prompt can be handed over again.
+
+    Args:
+        answered: the producer's, which a router passes on as they are.
     """
-    params = dict(answered)
+    params = dict(answered or {})
     if arm is Arm.OURS:
-        params["tiered_kv"] = {**params["tiered_kv"], "store": False}
+        params["tiered_kv"] = {**params.get("tiered_kv", {}), "store": False}
     return params
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from benchmarks.ab_ttft.client import Answer, BenchmarkFailed, Connection, completion_body
 from benchmarks.ab_ttft.cpu import CpuClock
-from benchmarks.pd.arms import Arm, Role, connector, environment, moved, pull_params
+from benchmarks.pd.arms import Arm, Role, connector, environment, moved, consumer_params
 from tools.serving import Server, ServeSpec, compute_cpus
 
 READY_SECONDS = 60.0
@@ -37,6 +37,8 @@ class Setup(msgspec.Struct, frozen=True):
     capacity_gib: int
     """Of our CPU tier."""
     serve_args: tuple[str, ...]
+    token_bytes: int
+    """KV of one token."""
 
 
 class Pulled(msgspec.Struct, frozen=True):
@@ -73,11 +75,12 @@ class Engine:
 class Pair:
     """One arm's engines."""
 
-    def __init__(self, arm: Arm, model: str, producer: Engine, consumer: Engine) -> None:
+    def __init__(self, arm: Arm, setup: Setup, producer: Engine, consumer: Engine) -> None:
         self.arm = arm
         self.producer = producer
         self.consumer = consumer
-        self._model = model
+        self._model = str(setup.model)
+        self._token_bytes = setup.token_bytes
 
     @property
     def engines(self) -> dict[Role, Engine]:
@@ -98,26 +101,30 @@ class Pair:
         )
         if not answered:
             raise BenchmarkFailed(f"{self.arm.label}: the producer hands nothing over")
-        params = pull_params(self.arm, answered)
+        params = consumer_params(self.arm, answered)
         return completion_body(self._model, prompt, kv_transfer_params=params)
 
     def decode(self, body: bytes, tokens: int) -> Pulled:
         """Go on from it, in the consumer.
 
         Raises:
-            BenchmarkFailed: part of it was computed.
+            BenchmarkFailed: not all of it was read.
         """
         before = self._moved()
         answer, _ = self.consumer.exchange(body)
-        if answer.prompt_tokens != tokens or answer.cached_tokens < tokens - 1:
+        pulled = self._counted(answer, before)
+        # The answer's count of cached tokens is the prefill engine's.
+        if answer.prompt_tokens != tokens or pulled.nbytes < tokens * self._token_bytes:
             raise BenchmarkFailed(
-                f"{self.arm.label}: {answer.cached_tokens} of {tokens} tokens were handed over"
+                f"{self.arm.label}: {pulled.nbytes:.0f} bytes of {tokens} tokens were handed over"
             )
-        return self._counted(answer, before)
+        return pulled
 
     def cached(self, prompt: Sequence[int]) -> Answer:
         """A prompt that the consumer has in its device cache, but for the last token."""
-        return self.consumer.exchange(completion_body(self._model, prompt))[0]
+        params = consumer_params(self.arm)
+        body = completion_body(self._model, prompt, kv_transfer_params=params)
+        return self.consumer.exchange(body)[0]
 
     def reset(self) -> None:
         """Let the consumer forget every prompt."""
@@ -131,13 +138,15 @@ class Pair:
         """
         deadline = time.monotonic() + READY_SECONDS
         self.cached(prompt[:8])  # ranks come with a first step
-        while time.monotonic() < deadline:
-            with contextlib.suppress(BenchmarkFailed):
+        while True:
+            try:
                 body = self.prefill(prompt)
                 return self.decode(body, len(prompt)).answer.seconds
+            except BenchmarkFailed:
+                if time.monotonic() > deadline:
+                    raise
             time.sleep(0.2)
             self.reset()
-        raise BenchmarkFailed(f"{self.arm.label}: nothing handed over in {READY_SECONDS:.0f} s")
 
     def _moved(self) -> tuple[float, float]:
         return moved(self.arm, self.consumer.connection.metrics())
@@ -183,4 +192,4 @@ def running(arm: Arm, setup: Setup) -> Iterator[Pair]:
             connection = Connection(server.port)
             stack.callback(connection.close)
             engines[role] = Engine(server, connection)
-        yield Pair(arm, str(setup.model), engines[Role.PRODUCER], engines[Role.CONSUMER])
+        yield Pair(arm, setup, engines[Role.PRODUCER], engines[Role.CONSUMER])

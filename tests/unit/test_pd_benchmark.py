@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks._report import Row
-from benchmarks.pd.arms import Arm, moved, pull_params
+from benchmarks.pd.arms import Arm, moved, consumer_params
 from benchmarks.pd.idle import OTHERS, Use, shares, used
 from benchmarks.pd.limits import Limit
 from benchmarks.pd.results import LengthResult, render, rows, summarise
@@ -128,10 +128,11 @@ def test_threads_beside_the_main_one_are_told_apart() -> None:
 
 def test_what_the_router_passes_on() -> None:
     answered = {"do_remote_prefill": True, "tiered_kv": {"handoff": "sealed"}}
-    passed = pull_params(Arm.OURS, answered)
+    passed = consumer_params(Arm.OURS, answered)
     assert passed == {**answered, "tiered_kv": {"handoff": "sealed", "store": False}}
     assert answered["tiered_kv"] == {"handoff": "sealed"}
-    assert pull_params(Arm.NIXL, {"remote_port": 1}) == {"remote_port": 1}
+    assert consumer_params(Arm.NIXL, {"remote_port": 1}) == {"remote_port": 1}
+    assert consumer_params(Arm.OURS) == {"tiered_kv": {"store": False}}
 
 
 def test_reads_are_counted_by_each_connectors_own_metrics() -> None:
