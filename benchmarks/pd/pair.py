@@ -14,7 +14,7 @@ import msgspec
 
 from benchmarks.ab_ttft.client import Answer, BenchmarkFailed, Connection, completion_body
 from benchmarks.ab_ttft.cpu import CpuClock
-from benchmarks.pd.arms import Arm, Role, connector, environment, moved, consumer_params
+from benchmarks.pd.arms import Arm, Role, connector, consumer_params, environment, moved
 from tools.serving import Server, ServeSpec, compute_cpus
 
 READY_SECONDS = 60.0

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks._report import Row
-from benchmarks.pd.arms import Arm, moved, consumer_params
+from benchmarks.pd.arms import Arm, consumer_params, moved
 from benchmarks.pd.idle import OTHERS, Use, shares, used
 from benchmarks.pd.limits import Limit
 from benchmarks.pd.results import LengthResult, render, rows, summarise
