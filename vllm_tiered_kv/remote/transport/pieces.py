@@ -166,12 +166,16 @@ def _by_kind(
 ) -> Iterator[tuple[MemoryKind, MemoryKind, Runs]]:
     """The runs by where their two sides are, in the order of the list."""
     kinds = local.on_device[runs.local_region] * 2 + remote.on_device[runs.remote_region]
-    for kind in np.unique(kinds).tolist():
-        chosen = kinds == kind
+    found = [kind for kind in range(4) if (kinds == kind).any()]
+    for kind in found:
         here = MemoryKind.VRAM if kind & 2 else MemoryKind.DRAM
         there = MemoryKind.VRAM if kind & 1 else MemoryKind.DRAM
-        yield here, there, Runs(*(column[chosen] for column in runs))
+        chosen = kinds == kind
+        yield here, there, Runs(*(column[chosen] for column in runs)) if len(found) > 1 else runs
 
 
 def _descriptors(addresses: Int64s, nbytes: Int64s, devices: Int64s) -> Int64s:
-    return np.ascontiguousarray(np.stack((addresses, nbytes, devices), axis=1))
+    found = np.empty((len(nbytes), 3), dtype=np.int64)  # np.stack takes several times as long
+    for i, column in enumerate((addresses, nbytes, devices)):
+        found[:, i] = column
+    return found
