@@ -78,19 +78,25 @@ class _Length:
     ) -> dict[Arm, Summary]:
         return {arm: over([of(h) for h in seen.values()]) for arm, seen in self.by_arm.items()}
 
+    def rates(self, seconds: Callable[[HandOver], float]) -> dict[Arm, Summary]:
+        """GiB/s; without an arm for which so many seconds are sometimes none."""
+        return {
+            arm: with_range([each.nbytes / seconds(each) / GIB for each in seen.values()])
+            for arm, seen in self.by_arm.items()
+            if all(seconds(each) > 0 for each in seen.values())
+        }
+
     def to_raw(self, seconds: Callable[[HandOver], float]) -> dict[Arm, Summary]:
         """The rate in so many seconds over that of NIXL alone in the same round."""
+        return {
+            arm: with_interval([self._to_raw(each, seconds(each)) for each in seen.values()])
+            for arm, seen in self.by_arm.items()
+            if all(seconds(each) > 0 for each in seen.values())
+        }
 
-        def share(each: HandOver) -> float:
-            limit = self.limits[each.round]
-            raw = limit.nbytes / limit.raw_seconds
-            return each.nbytes / seconds(each) / raw
-
-        found = {}
-        for arm, seen in self.by_arm.items():
-            if all(seconds(each) > 0 for each in seen.values()):
-                found[arm] = with_interval([share(each) for each in seen.values()])
-        return found
+    def _to_raw(self, each: HandOver, seconds: float) -> float:
+        limit = self.limits[each.round]
+        return each.nbytes / seconds / (limit.nbytes / limit.raw_seconds)
 
 
 def summarise(measured: Measured) -> list[LengthResult]:
@@ -109,7 +115,7 @@ def _summarise(length: int, measured: Measured) -> LengthResult:
         cached=seen.each(lambda h: h.cached_seconds * 1e3, with_range),
         handover=seen.each(lambda h: _extra(h) * 1e3, with_interval),
         to_peer=with_interval(ratios) if ratios else None,
-        read=seen.each(lambda h: h.nbytes / h.read_seconds / GIB, with_range),
+        read=seen.rates(lambda h: h.read_seconds),
         raw=with_range([limit.nbytes / limit.raw_seconds / GIB for limit in limits]),
         memcpy=with_range([limit.nbytes / limit.memcpy_seconds / GIB for limit in limits]),
         read_to_raw=seen.to_raw(lambda h: h.read_seconds),

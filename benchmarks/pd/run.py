@@ -39,7 +39,7 @@ class Workload(msgspec.Struct, frozen=True):
         return self.prompts * self.repeats
 
 
-FULL = Workload((512, 4_000, 8_000, 12_000, 16_000), prompts=3, repeats=4, idle_seconds=10.0)
+FULL = Workload((512, 4_000, 8_000, 12_000, 16_000), prompts=2, repeats=6, idle_seconds=10.0)
 QUICK = Workload((512, 4_000), prompts=2, repeats=3, idle_seconds=3.0)
 
 
