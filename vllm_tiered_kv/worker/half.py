@@ -144,6 +144,8 @@ class WorkerHalf:
         self._trouble = OncePerKind(logger)
         self._lock = threading.Lock()
         self._copy_ended = threading.Condition(self._lock)
+        self._woken = False
+        """Whether a read of a peer's pages or of a file ended since loads were last taken."""
         self._load_results: list[JobResult] = []  # engine thread only
         self._results: list[JobResult] = []  # stores, not yet in worker metadata
         self._counts = metrics.Tally()
@@ -387,8 +389,10 @@ class WorkerHalf:
         """
         outcome = LoadOutcome()
         with self._lock:
-            if idle and not self._ended and not self._results and self._copying():
+            news = self._woken or self._ended or self._results
+            if idle and not news and self._copying():
                 self._copy_ended.wait(IDLE_WAIT)
+            self._woken = False  # before they are looked at: what ends later is seen next time
             ended, self._ended = self._ended, []
         whole = ended if self.remote is None else self.remote.whole(ended, self._loads)
         for result in whole:
@@ -539,6 +543,7 @@ class WorkerHalf:
 
     def _wake_idle(self) -> None:
         with self._lock:
+            self._woken = True
             self._copy_ended.notify_all()
 
     # -- results (lane threads) ------------------------------------------------------------
