@@ -61,6 +61,7 @@ KINDS = (
     "kv_events",
     "load_dropped",
     "load_failed",
+    "load_late",
     "load_plan",
     "load_stale",
     "params",
@@ -180,7 +181,10 @@ GATE_PROBES = Metric(
     "gate_probes", ("tier",), "Background reads that measure a tier nobody uses.", (("disk",),)
 )
 GATE_GIVEN_UP = Metric(
-    "gate_given_up", ("tier",), "Waits that were ended because a tier fell behind.", (("disk",),)
+    "gate_given_up",
+    ("tier",),
+    "Loads (cpu) and waits for files (disk) whose rest was given up because a tier fell behind.",
+    tuple((tier,) for tier in TIERS),
 )
 GATE = (GATE_DECISIONS, GATE_SECONDS, GATE_REGRET, GATE_PROBES, GATE_GIVEN_UP)
 SOURCES = ("none", "device", *TIERS, PEER, "failed")

@@ -58,7 +58,7 @@ class ManualLane(Lane):
             at %= len(self._queue)
             job, piece = self._queue[at]
             del self._queue[at]
-            self.begun.append((job, piece, self._begin(job)))
+            self.begun.append((job, piece, self._begin(job, piece)))
 
     def copy(self, at: int) -> None:
         """Copy a piece that has begun, or begin one."""

@@ -13,8 +13,8 @@ from vllm_tiered_kv.scheduler.adapters import BASE_MODEL, MAX_ADAPTERS, Verdict
 from vllm_tiered_kv.scheduler.core import TIER, Core
 from vllm_tiered_kv.scheduler.disk import TIER as DISK
 from vllm_tiered_kv.scheduler.fetch import Fetch, Look
-from vllm_tiered_kv.scheduler.gating import RequestGate
-from vllm_tiered_kv.scheduler.groups import usable_chunks
+from vllm_tiered_kv.scheduler.gating import RequestGate, last_of
+from vllm_tiered_kv.scheduler.groups import usable_ends
 from vllm_tiered_kv.scheduler.jobs import ActiveLoad
 from vllm_tiered_kv.scheduler.plan import chunk_key, chunk_keys, count_chunks, plan_load
 from vllm_tiered_kv.scheduler.requests import Offer, RequestState
@@ -115,7 +115,7 @@ class LoadPlanner:
         if self._awaits_adapter(state, computed):
             return None
         state.restart(core.epoch, core.geometry.chunk_tokens)
-        if state.fetch is None:
+        if state.fetch is None and not state.failed_loads:
             state.ruling = None
         content = state.content
         allowed = self._may_load(state) and self._gate.mode(state) is not GateMode.NEVER
@@ -135,12 +135,13 @@ class LoadPlanner:
             return None
         keys = chunk_keys(request.block_hashes, reusable, core.geometry, content.digest)
         run = core.index.ready_run(keys, first)
-        usable = usable_chunks(core.geometry, run, first, computed)
+        ends = usable_ends(core.geometry, run, first, computed)
+        usable = last_of(ends)
         if core.disk is not None and state.fetch is None and first + usable < len(keys):
-            if self._gate.may_read(state, keys, first, computed, usable):
+            if self._gate.may_read(state, keys, first, computed, ends):
                 if self._awaits_look(state, keys, first, computed):
                     return None
-                state.fetch = self._fetch(state, keys, first, computed, usable)
+                state.fetch = self._fetch(state, keys, first, computed, ends)
             if self._awaits_disk(state):
                 return None
         end = first + len(run)
@@ -151,7 +152,7 @@ class LoadPlanner:
         if not usable:
             refused = state.ruling is not None and state.fetch is None
             return self._answer(state, "refused" if refused else "miss", 0)
-        worth = self._gate.copy_to(state, first, computed, run, usable)
+        worth = self._gate.copy_to(state, first, computed, ends)
         if not worth:
             return self._answer(state, "refused", 0)
         if self._awaits_room(state):
@@ -233,7 +234,8 @@ class LoadPlanner:
             copies = copies if pull_job is not None else ()  # ends as failed
         deadline = self._gate.deadline(state)
         use = (state.content or BASE_MODEL).use
-        self.jobs.append(LoadJob(job, load.request_id, copies, deadline, use, pull_job))
+        worth = self._gate.worth(state)
+        self.jobs.append(LoadJob(job, load.request_id, copies, deadline, use, pull_job, worth))
 
     def _plan_pull(
         self,
@@ -304,7 +306,7 @@ class LoadPlanner:
             # Which of its blocks hold good bytes is known when vLLM schedules it again.
             state.restart(self._core.epoch, self._core.geometry.chunk_tokens)
             state.failed_loads += 1
-            self._gate.lost(state)
+            self._gate.lost(state, load)
         else:
             state.loaded_from = _furthest(load)
             self._gate.arrived(state, load)
@@ -377,18 +379,25 @@ class LoadPlanner:
         return now < self._ranks_by and self._wait(state, CONNECT_PATIENCE)
 
     def _fetch(
-        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
+        self,
+        state: RequestState,
+        keys: Sequence[bytes],
+        first: int,
+        computed: int,
+        ends: Sequence[int],
     ) -> Fetch | None:
         """Begin to read what is worth it of what lies on disk."""
         disk = self._core.disk
-        fetch = disk.lookups.fetch(keys, first, computed, usable) if disk is not None else None
-        if disk is None or fetch is None:
+        if disk is None:
             return None
-        worth = self._gate.read_to(state, fetch, keys, first, computed, usable)
+        fetch = disk.lookups.fetch(keys, first, computed, last_of(ends))
+        if fetch is None:
+            return None
+        worth = self._gate.read_to(state, fetch, keys, first, computed, ends)
         if not worth:
             disk.lookups.release(fetch)
             return None
-        disk.lookups.cut(fetch, worth)
+        disk.lookups.cut(fetch, worth, first, computed)
         return fetch
 
     def _awaits_look(
