@@ -243,7 +243,7 @@ def test_regret_is_what_a_replay_of_both_choices_shows(sim: Make) -> None:
 def test_regret_of_a_refusal_is_what_a_replay_shows_when_computing_turns_slow(sim: Make) -> None:
     """What was refused would have been faster, by what is known of the tier."""
     engines = {gate: sim(gate) for gate in ("measured", "always")}
-    tokens = prompt(700)
+    tokens = prompt(400)
     for engine in engines.values():
         engine.copy_seconds = 2 * BLOCK * engine.token_seconds
         teach(engine, times=4)
@@ -304,7 +304,7 @@ def test_predicted_and_actual_seconds_agree_where_nothing_changes(
         for kind, before in zip(kinds, begun, strict=True)
     )
     assert actual > 0
-    assert predicted == pytest.approx(actual, rel=0.1)
+    assert predicted == pytest.approx(actual, rel=0.15)
     assert max(others) == 0
     if what == "load":
         assert engine.counter("gate_seconds", "replaced", "predicted") - replaced > actual

@@ -15,7 +15,7 @@ from tests.scheduler.timed import TimedSim
 from vllm_tiered_kv.gate import Reason
 from vllm_tiered_kv.gate.choice import AS_GOOD
 
-WINDOWS = [(0,), (0, 40), (STATE, 0), (40, 0, STATE)]
+WINDOWS = [(0,), (0, 40), (STATE, 0), (0, STATE, 40)]
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_of_what_lies_on_disk_so_much_is_read(sim: Make, windows: tuple[int, ...
     fill(make, *known, *taught)
     engine = make(files=True)
     engine.step_seconds = 0.1
-    engine.read_seconds = 1.5 * BLOCK * engine.token_seconds / len(windows)
+    engine.read_seconds = 1.5 * BLOCK * engine.token_seconds
     teach(engine)
     for i, tokens in enumerate(taught):
         engine.first_token(f"taught {i}", tokens)
@@ -111,7 +111,9 @@ def test_of_what_lies_on_disk_so_much_is_read(sim: Make, windows: tuple[int, ...
 def test_a_load_that_falls_far_behind_is_given_up(
     sim: Make, windows: tuple[int, ...], ranks: int
 ) -> None:
+    """On one rank of two: what that one lacks is missing."""
     engine = sim(windows=windows, num_blocks=200 * len(windows), ranks=ranks)
+    engine.fast_ranks = set(range(ranks - 1))
     teach(engine)
     tokens = prompt(1200)
     engine.first_token("new", tokens)
@@ -120,7 +122,7 @@ def test_a_load_that_falls_far_behind_is_given_up(
     assert decisions(engine, "all", "predicted") > 0
     engine.copy_seconds = 0.05  # seconds for all of it
     took = engine.first_token("slow", tokens)
-    assert took < 0.25 + ranks * 0.05 + 2 * 0.15  # patience, pieces under way, computing it
+    assert took < 0.25 + 0.05 + 2 * 0.15  # patience, a piece under way, computing it
     assert engine.counter("gate_given_up", "cpu") == 1
     assert engine.counter("failures", "load_late") == 1
     if len(windows) == 1:
@@ -130,8 +132,10 @@ def test_a_load_that_falls_far_behind_is_given_up(
     assert len(engine.half.core.index) == known  # nothing is wrong with the chunks
     regret = engine.counter("gate_regret_seconds", "all")
     assert regret == pytest.approx(took - 0.14, rel=0.3)
-    engine.first_token("after", tokens)
-    assert engine.counter("gate_given_up", "cpu") == 1  # it has been learned
+    for i in range(6):
+        engine.first_token(f"after {i}", tokens)
+    assert engine.counter("gate_given_up", "cpu") <= 3  # the first could be accidents
+    assert decisions(engine, "none", "predicted") > 0
     engine.check_quiet()
 
 

@@ -35,14 +35,16 @@ class TimedSim(ManualSim):
         """Of steps whose output was not taken in."""
         self.copy_seconds = 0.0
         """Of one block, to the device."""
+        self.fast_ranks: set[int] = set()
+        """They copy in no time."""
         self.read_seconds = 0.0
         """Of one file."""
         self._reading_since: float | None = None
         super().__init__(**options)
         wrap = self.gate.wrap
         for rank in self.ranks:
-            rank.tiered._worker._open_copier = lambda groups, pool: _SlowCopier(
-                self, wrap(groups, pool)
+            rank.tiered._worker._open_copier = lambda groups, pool, number=rank.number: _SlowCopier(
+                self, number, wrap(groups, pool)
             )
 
     def schedule(self) -> Any:
@@ -146,11 +148,11 @@ def _write_one(executor: ManualExecutor) -> bool:
 
 
 class _SlowCopier:
-    def __init__(self, sim: TimedSim, inner: Any) -> None:
-        self._sim, self._inner = sim, inner
+    def __init__(self, sim: TimedSim, rank: int, inner: Any) -> None:
+        self._sim, self._rank, self._inner = sim, rank, inner
         self.mark, self.close = inner.mark, inner.close
 
     def submit(self, direction: Any, copies: Any, after: Any) -> Any:
-        if direction.value == "load":
+        if direction.value == "load" and self._rank not in self._sim.fast_ranks:
             self._sim.now += self._sim.copy_seconds * len(copies)
         return self._inner.submit(direction, copies, after)

@@ -390,8 +390,9 @@ class RequestGate:
             self.gate.copy.observe(self._bytes(len(load.nodes)), load.seconds)
         elif load.status is JobStatus.LATE:
             self._core.tally.add(metrics.GATE_GIVEN_UP.key("cpu"))
-            if load.nbytes:
-                self.gate.copy.observe(load.nbytes, load.seconds)
+            arrived = max(1, len(load.copies) - len(load.failed))
+            whole = load.seconds * len(load.copies) / arrived
+            self.gate.copy.observe(self._bytes(len(load.nodes)), whole)
 
     def arrived(self, state: RequestState, load: ActiveLoad) -> None:
         """vLLM learns that a request's load has ended well."""
