@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_tiered_kv.gate import Choice, Gate, GateMode, Option, Question, Reason, Work
@@ -12,23 +12,36 @@ from vllm_tiered_kv.gate.prefill import Curve
 
 CHUNK = 16
 RATE = st.one_of(st.just(0.0), st.floats(1e-7, 1.0))
-CURVES = st.builds(Curve, RATE, RATE, st.floats(0, 1e-3), st.integers(1, 2000))
+ANY_CURVE = st.builds(Curve, RATE, RATE, st.floats(0, 1e-3), st.integers(1, 2000))
+
+
+def times(unit: float) -> st.SearchStrategy[float]:
+    """Of one size, so that any choice may be the best."""
+    return st.integers(0, 40).map(lambda count: count * unit)
+
+
+STEP, TOKEN, PAIR = times(2e-3), times(1e-5), times(1e-9)
+CURVES = st.one_of(st.builds(Curve, STEP, TOKEN, PAIR, st.integers(16, 500)), ANY_CURVE)
 ENDS = st.one_of(
     st.integers(0, 60).map(lambda chunks: [True] * chunks),
     st.lists(st.booleans(), max_size=60),
 )
 """For each chunk whether a load can stop behind it: with windows or states not behind each."""
-SOURCE = st.tuples(RATE, RATE, ENDS)
-"""Seconds before the first token comes, seconds a token, ends."""
-TAIL = st.tuples(st.one_of(st.just(0.0), RATE), st.integers(1, 10))
+EXTRA = st.one_of(st.floats(0.1, 0.9), st.floats(-1, 2), st.just(1e9))
+"""What a token more costs than computing it, in shares of a step that is full. From 0 to 1 loading
+pays just so long as it saves a step."""
+SOURCE = st.tuples(st.one_of(st.just(0.0), STEP, RATE), EXTRA, ENDS)
+"""Seconds before the first token comes, what a token costs, ends."""
+TAIL = st.tuples(st.one_of(st.just(0.0), TOKEN), st.integers(1, 10))
 """Seconds of a chunk in layers with windows or states, and how many chunks of a hit they need."""
 
 
+@settings(max_examples=2000, deadline=None)
 @given(
     curve=CURVES,
     start=st.integers(0, 100),
     rest=st.integers(1, 40),
-    fixed=RATE,
+    fixed=st.one_of(st.just(0.0), STEP, RATE),
     sources=st.tuples(SOURCE, SOURCE),
     tail=TAIL,
 )
@@ -41,7 +54,11 @@ def test_no_end_is_better(
     tail: tuple[float, int],
 ) -> None:
     first = start // CHUNK
-    (_, near_token, near), (far_latency, far_token, far) = sources
+    (_, near_extra, near), (far_latency, far_extra, far) = sources
+    near_token, far_token = (
+        max(0.0, curve.token + extra * curve.step / curve.budget)
+        for extra in (near_extra, far_extra)
+    )
     total = len(near) + len(far)
     prompt = max(start, (first + total) * CHUNK) + rest
     ends = [n for n, is_end in enumerate([*near, *far], 1) if is_end]
@@ -75,7 +92,7 @@ def test_no_end_is_better(
             )
 
 
-@given(CURVES, st.integers(0, 500), st.integers(1, 500), st.integers(1, 500))
+@given(ANY_CURVE, st.integers(0, 500), st.integers(1, 500), st.integers(1, 500))
 def test_pieces_of_a_recompute_add_up(curve: Curve, start: int, a: int, b: int) -> None:
     free = Curve(0.0, curve.token, curve.pair, curve.budget)
     whole = free.seconds(start, start + a + b)
