@@ -91,15 +91,18 @@ def kinks(prompt: int, budget: int, step: int) -> tuple[int, int]:
     return below, below if below == point else below + step
 
 
-def ends_to_try(ends: Sequence[int], below: int, above: int) -> list[int]:
-    """Of all ends within one source some of which one is the best, unless nothing is better.
+def ends_to_try(ends: Sequence[int], begin: int, below: int, above: int) -> list[int]:
+    """Of all ends within one source some of which one is the best, unless none is worth it.
 
     Args:
         ends: where a load can stop, ascending.
-        below: see :func:`kinks`; in the units of ``ends``.
+        begin: where what the source before it has ends; in the units of ``ends``, as is the rest.
+        below: see :func:`kinks`.
         above: likewise.
     """
-    places = {bisect_right(ends, below), bisect_left(ends, above) + 1, len(ends)}
+    places = {bisect_right(ends, below), len(ends)}
+    if above > begin:
+        places.add(bisect_left(ends, above) + 1)
     return [ends[place - 1] for place in sorted(places) if 0 < place <= len(ends)]
 
 

@@ -218,8 +218,10 @@ class RequestGate:
             known: where they are read from disk, those of them that are not.
         """
         size, prompt = self._core.geometry.chunk_tokens, state.request.num_tokens
-        below, above = kinks(prompt, self.gate.prefill.budget, size)
-        tried = ends_to_try(ends, below // size - first, above // size - first)
+        below, above = (
+            token // size - first for token in kinks(prompt, self.gate.prefill.budget, size)
+        )
+        tried = ends_to_try(ends, known or 0, below, above)
         return [self._option(first, n, 0 if known is None else n - known) for n in tried]
 
     def _ask_read(

@@ -79,7 +79,7 @@ def test_no_end_is_better(
     best = min([*every.values(), curve.seconds(start, prompt)])
 
     below, above = (token // CHUNK - first for token in kinks(prompt, curve.budget, CHUNK))
-    looked_at = [n for some in (here, beyond) for n in ends_to_try(some, below, above)]
+    looked_at = ends_to_try(here, 0, below, above) + ends_to_try(beyond, known, below, above)
     options = [Option((first + n) * CHUNK, load(n), n > known) for n in looked_at]
     assert len(options) <= 6
     decision = decide(Question(start, prompt, tuple(options)), curve)
