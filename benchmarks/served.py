@@ -85,7 +85,7 @@ BENCHES = {
         (
             *("--workload", "chat"),
             *settings(workload__think=1.0, workload__output_tokens=16),
-            *settings(load__concurrency=8, sessions=48, blocks=12, warmup=8),
+            *settings(load__concurrency=8, sessions=40, blocks=10, warmup=6),
         ),
     ),
     "agent": Bench(
@@ -96,7 +96,7 @@ BENCHES = {
             *("--workload", "agent"),
             *settings(workload__system_tokens=1000, workload__steps=5),
             *settings(workload__result_tokens=250, workload__output_tokens=16),
-            *settings(load__concurrency=6, sessions=36, blocks=12, warmup=6),
+            *settings(load__concurrency=6, sessions=30, blocks=10, warmup=4),
         ),
     ),
 }
