@@ -139,8 +139,10 @@ def test_a_load_that_falls_far_behind_is_given_up(
     engine.check_quiet()
 
 
-def test_a_load_that_was_asked_for_is_waited_for(sim: Make) -> None:
-    engine = sim("always")
+@pytest.mark.parametrize(("gate", "policy"), [("always", "recompute"), ("measured", "fail")])
+def test_a_load_that_must_not_be_given_up_is_waited_for(sim: Make, gate: str, policy: str) -> None:
+    """It was asked for, or vLLM would fail its request."""
+    engine = sim(gate, policy=policy)
     teach(engine)
     tokens = prompt(1200)
     engine.first_token("new", tokens)

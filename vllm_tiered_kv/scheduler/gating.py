@@ -370,7 +370,7 @@ class RequestGate:
         """Seconds that a load may wait before its first copy."""
         most = self._core.settings.load_deadline
         ruling = state.ruling
-        if ruling is None or self.mode(state) is not GateMode.MEASURED:
+        if ruling is None or not self._may_give_up(state):
             return most
         decision = ruling.decision
         worth = decision.replaced or most
@@ -379,9 +379,11 @@ class RequestGate:
     def worth(self, state: RequestState) -> float | None:
         """Seconds of the recompute that a load replaces, if it may be given up for it."""
         ruling = state.ruling
-        if ruling is None or self.mode(state) is not GateMode.MEASURED:
-            return None
-        return ruling.decision.replaced
+        return ruling.decision.replaced if ruling is not None and self._may_give_up(state) else None
+
+    def _may_give_up(self, state: RequestState) -> bool:
+        """Whether a load may end because computing is faster."""
+        return self.mode(state) is GateMode.MEASURED and self._core.settings.recomputes
 
     @_never_fatal
     def copied(self, load: ActiveLoad) -> None:
