@@ -5,6 +5,7 @@
 
 runs the command of that name, prints its table, and with ``--update`` puts both into the document
 that shows them. ``--last`` runs nothing and takes the report of the last time.
+``--without lmcache`` leaves an arm out, for a machine that does not have it.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ CONNECTOR = "connector"
 def main() -> int:
     args = _parser().parse_args()
     bench = BENCHES[args.name]
+    arms = tuple(arm for arm in bench.arms if arm not in args.without)
+    bench = msgspec.structs.replace(bench, arms=arms)
     if not args.last and (code := _run(bench.command(args.name))):
         return code
     content = render(bench, args.name, read(folder(args.name) / "report.json"))
@@ -238,6 +241,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("name", choices=BENCHES)
     parser.add_argument("--last", action="store_true", help="run nothing: the last time's report")
+    parser.add_argument(
+        "--without", action="append", default=[], choices=(CPU, DISK, LMCACHE), help="leave it out"
+    )
     parser.add_argument("--update", action="store_true", help="put the table into its document")
     return parser
 
