@@ -78,6 +78,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         gate=options.gate,
         token_budget=compat.token_budget(vllm_config),
         event_groups=compat.event_groups(vllm_config, kv_cache_config),
+        recomputes=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
     )
     agent = None
     if options.disk is not None:

@@ -63,6 +63,7 @@ KINDS = (
     "kv_events",
     "load_dropped",
     "load_failed",
+    "load_late",
     "load_plan",
     "load_stale",
     "params",
@@ -192,8 +193,8 @@ GATE_PROBES = Metric(
 GATE_GIVEN_UP = Metric(
     "gate_given_up",
     ("tier",),
-    "Waits that were ended because a tier fell behind.",
-    (("disk",), (PEER_CPU,)),
+    "Loads (cpu) and waits for a slow tier whose rest was given up because it fell behind.",
+    (*((tier,) for tier in TIERS), (PEER_CPU,)),
 )
 GATE = (GATE_DECISIONS, GATE_SECONDS, GATE_REGRET, GATE_PROBES, GATE_GIVEN_UP)
 SOURCES = ("none", "device", *TIERS, PEER_CPU, PEER, "failed")

@@ -30,6 +30,7 @@ class JobStatus(enum.Enum):
     DONE = "done"
     FAILED = "failed"  # an error; the chunk's bytes are not to be trusted
     DROPPED = "dropped"  # given up before the copy began: fence, cancel, deadline, shutdown
+    LATE = "late"  # given up on the way: doing without the rest is faster
 
 
 class AdapterState(enum.Enum):
@@ -131,6 +132,9 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     """The weights the request will be computed with."""
     pull: PullJob | None = None
     """What comes from another engine at the same time."""
+    worth: float | None = None
+    """Seconds of the recompute that it replaces. What has not begun after ``deadline`` is given up
+    if it would take longer than computing it. None: a load that has begun is finished."""
 
 
 class SlotRead(msgspec.Struct, frozen=True, array_like=True):
@@ -233,7 +237,7 @@ class JobResult(msgspec.Struct, frozen=True, array_like=True):
     direction: Direction
     status: JobStatus
     failed: tuple[int, ...] = ()
-    """For a failed load: indices into ``LoadJob.copies`` that did not arrive."""
+    """For a load that failed or was late: indices into ``LoadJob.copies`` that did not arrive."""
     nbytes: int = 0
     seconds: float = 0.0
     pulled: PullResult | None = None

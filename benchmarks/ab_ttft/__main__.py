@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks.ab_ttft [--quick]``: measure, print, write tables and a plot.
 
-``--update-readme`` measures nothing: it puts the last full run's tables into README.md.
+``--update-docs`` measures nothing: it puts the last full run's tables into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from tools.serving import ServerFailed
 from tools.tinymodels import build_model
 
 NAME = "ab_ttft"
+DOCUMENT = Path("docs/benchmarks.md")
 
 
 def main() -> int:
     args = _parser().parse_args()
     table = FOLDER / f"{NAME}.md"
-    if args.update_readme:
-        return _update_readme(args.readme, table)
+    if args.update_docs:
+        return _update_docs(table)
     signal.signal(signal.SIGTERM, _terminate)  # so that the servers are ended then, too
     workload = _workload(args)
     arms = [arm for arm in args.arms if _present(arm)]
@@ -109,8 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, help="rounds of all arms")
     parser.add_argument("--pairs", type=int, help="further cold pairs a length")
     parser.add_argument("--capacity", type=int, default=2, help="GiB of each CPU tier")
-    parser.add_argument("--update-readme", action="store_true", help="from the last full run")
-    parser.add_argument("--readme", type=Path, default=Path("README.md"))
+    parser.add_argument("--update-docs", action="store_true", help="from the last full run")
     return parser
 
 
@@ -139,14 +139,14 @@ def _present(arm: Arm) -> bool:
     return reason is None
 
 
-def _update_readme(readme: Path, table: Path) -> int:
+def _update_docs(table: Path) -> int:
     try:
         text = table.read_text(encoding="utf-8")
         if conditions.PARTIAL_MARK in text:
             raise ValueError(f"{table} is not of a full run of all arms")
-        markdown.update(readme, NAME, text)
+        markdown.update(DOCUMENT, NAME, text)
     except (OSError, ValueError) as error:
-        _say(f"README not updated: {error}")
+        _say(f"{DOCUMENT} not updated: {error}")
         return 1
     return 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables that README.md shows."""
+"""The tables that docs/benchmarks.md shows."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class ManualLane(Lane):
             at %= len(self._queue)
             job, piece = self._queue[at]
             del self._queue[at]
-            self.begun.append((job, piece, self._begin(job)))
+            self.begun.append((job, piece, self._begin(job, piece)))
 
     def copy(self, at: int) -> None:
         """Copy a piece that has begun, or begin one."""
@@ -115,6 +115,8 @@ class ManualSim(Sim):
             assert self.agent.named.wait(60), "the namespace is not known"
         self.pace = Pace.ALL
         """What goes on while the engine pauses."""
+        self.tick = 0.0
+        """Seconds that pass whenever a lane looks at the clock."""
         self.hold_stores = False
         """Whether results of stores miss the output of their step, and come late."""
         self.late: list[WorkerReport] = []
@@ -157,9 +159,13 @@ class ManualSim(Sim):
         worker._copying = lambda: False  # an idle step waits for no thread: there is none
 
     def _lane(self, worker: Any, direction: Direction, on_end: Any) -> ManualLane:
-        lane = ManualLane(direction, worker._copy, on_end, lambda: self.now)
+        lane = ManualLane(direction, worker._copy, on_end, self._look_at_clock)
         self.lanes.append(lane)
         return lane
+
+    def _look_at_clock(self) -> float:
+        self.now += self.tick
+        return self.now
 
     # -- what happens by itself elsewhere ----------------------------------------------
 

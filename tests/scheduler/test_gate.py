@@ -4,72 +4,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.scheduler.disks import disk
+from tests.scheduler.gated import LENGTHS, Make, chosen, decisions, engines, fill, teach
 from tests.scheduler.manual import Pace
 from tests.scheduler.sim import BLOCK, STATE, prompt
-from tests.scheduler.timed import TimedSim
-
-Make = Callable[..., TimedSim]
-LENGTHS = (70, 150, 300, 600, 1200)
-BUDGET = 512
 
 
 @pytest.fixture
 def sim(tmp_path: Path) -> Iterator[Make]:
-    """Makes engines; with ``files`` they have a disk tier, in one folder."""
-    made: list[TimedSim] = []
-
-    def make(gate: str = "measured", *, files: bool = False, **options: Any) -> TimedSim:
-        extra = {"gate": gate, **(disk(tmp_path) if files else {}), **options.pop("extra", {})}
-        given = {"num_blocks": 200, "capacity_chunks": 2000, "max_num_batched_tokens": BUDGET}
-        engine = TimedSim(extra=extra, **{**given, **options})
-        made.append(engine)
-        if files:
-            engine.complete("opens", [1], 1)
-            engine.let_through()
-            assert engine.agent.is_readable
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
-
-
-def teach(engine: TimedSim, *, times: int = 2) -> None:
-    """Prompts that nobody has seen, and the same again."""
-    for i in range(times):
-        for length in LENGTHS:
-            tokens = prompt(length, seed=10_000 * (i + 1) + length)
-            engine.first_token(f"new {i} {length}", tokens)
-            engine.first_token(f"again {i} {length}", tokens)
-
-
-def fill(make: Make, *prompts: list[int]) -> None:
-    """An engine that leaves these prompts in the folder and ends."""
-    engine = make(files=True)
-    for i, tokens in enumerate(prompts):
-        engine.first_token(f"fill {i}", tokens)
-    engine.check_quiet()
-    engine.close()
-
-
-def decisions(engine: TimedSim, choice: str, reason: str) -> float:
-    return engine.counter("gate_decisions", choice, reason)
-
-
-def chosen(engine: TimedSim, choice: str) -> float:
-    engine._collect()
-    return sum(
-        count
-        for key, count in engine.counters.items()
-        if key.startswith(f"gate_decisions|{choice}|")
-    )
+    yield from engines(tmp_path)
 
 
 def test_an_engine_that_knows_nothing_loads_and_learns(sim: Make) -> None:
@@ -245,17 +192,19 @@ def test_a_load_costs_steps_of_those_that_decode_beside_it(sim: Make) -> None:
     engine.check_quiet()
 
 
-def test_a_request_may_decide_otherwise(sim: Make) -> None:
-    engine = sim("never")
+@pytest.mark.parametrize("option", ["measured", "always", "never"])
+def test_a_request_may_decide_otherwise(sim: Make, option: str) -> None:
+    engine = sim(option)
     tokens = prompt(300)
     engine.first_token("new", tokens)
-    engine.first_token("never", tokens)
-    assert engine.hit_tokens == 0
-    engine.first_token("always", tokens, params={"tiered_kv": {"gate": "always"}})
-    assert engine.hit_tokens == 288
-    assert decisions(engine, "all", "forced") == 1
+    for gate, reason in (("always", "forced"), ("never", ""), ("measured", "learning")):
+        hits, before = engine.hit_tokens, decisions(engine, "all", reason)
+        engine.first_token(gate, tokens, params={"tiered_kv": {"gate": gate}})
+        assert engine.hit_tokens == hits + (288 if reason else 0)
+        assert decisions(engine, "all", reason) == before + bool(reason)
+    hits = engine.hit_tokens
     engine.first_token("wrong", tokens, params={"tiered_kv": {"gate": "sometimes"}})
-    assert engine.hit_tokens == 288
+    assert engine.hit_tokens == hits + (0 if option == "never" else 288)
     assert engine.counter("failures", "params") == 1
     engine.check_quiet()
 
@@ -291,28 +240,111 @@ def test_regret_is_what_a_replay_of_both_choices_shows(sim: Make) -> None:
     assert found["part"] == pytest.approx(replayed["part"], rel=0.2, abs=0.005)
 
 
-def test_predicted_and_actual_seconds_agree_where_nothing_changes(sim: Make) -> None:
+def test_regret_of_a_refusal_is_what_a_replay_shows_when_computing_turns_slow(sim: Make) -> None:
+    """What was refused would have been faster, by what is known of the tier."""
+    engines = {gate: sim(gate) for gate in ("measured", "always")}
+    tokens = prompt(400)
+    for engine in engines.values():
+        engine.copy_seconds = 2 * BLOCK * engine.token_seconds
+        teach(engine, times=4)
+        engine.first_token("new", tokens)
+        engine.token_seconds *= 6
+    measured, replayed = engines["measured"], 0.0
+    begun = measured.counter("gate_regret_seconds", "none")
+    for turn in range(40):
+        before = chosen(measured, "none")
+        took = {gate: each.first_token(f"turn {turn}", tokens) for gate, each in engines.items()}
+        if chosen(measured, "none") > before:
+            replayed += max(0.0, took["measured"] - took["always"])
+    found = measured.counter("gate_regret_seconds", "none") - begun
+    assert replayed > 0.5
+    assert found == pytest.approx(replayed, rel=0.15)
+    assert decisions(measured, "all", "predicted") > 0  # and so it has learned
+
+
+def test_of_what_is_stored_a_prefix_is_loaded_where_the_rest_lies_on_a_slow_disk(
+    sim: Make,
+) -> None:
+    known = [prompt(600, seed=i) for i in range(20)]
+    fill(sim, *known)
+    engine = sim(files=True)
+    engine.read_seconds = 20 * BLOCK * engine.token_seconds
+    teach(engine)
+    for i in range(10):
+        engine.first_token(f"slow {i}", known.pop())
+    tokens = known.pop()
+    engine.first_token("head", tokens[:320], params={"tiered_kv": {"gate": "never"}})
+    parts, hits = decisions(engine, "part", "predicted"), engine.hit_tokens
+    read = engine.counter("hit_tokens", "disk")
+    engine.first_token("all", tokens)
+    assert decisions(engine, "part", "predicted") == parts + 1
+    assert engine.hit_tokens == hits + 320
+    assert engine.counter("hit_tokens", "disk") == read
+    engine.check_quiet()
+
+
+@pytest.mark.parametrize(
+    ("slowness", "what", "other"), [(0.4, "load", "recompute"), (4.0, "recompute", "load")]
+)
+def test_predicted_and_actual_seconds_agree_where_nothing_changes(
+    sim: Make, slowness: float, what: str, other: str
+) -> None:
     engine = sim()
-    engine.copy_seconds = 0.4 * BLOCK * engine.token_seconds
-    teach(engine, times=6)
-    for _what in ("load", "recompute"):
-        engine._collect()
-    predicted = engine.counter("gate_seconds", "load", "predicted")
-    actual = engine.counter("gate_seconds", "load", "actual")
+    engine.copy_seconds = slowness * BLOCK * engine.token_seconds
+    teach(engine, times=3)  # until it knows
+    kinds = [(w, k) for w in (what, other) for k in ("predicted", "actual")]
+    begun = [engine.counter("gate_seconds", *kind) for kind in kinds]
     replaced = engine.counter("gate_seconds", "replaced", "predicted")
-    assert 0 < actual < replaced
-    assert predicted == pytest.approx(actual, rel=0.2)
+    tokens = prompt(900)
+    engine.first_token("new", tokens)
+    for i in range(10):
+        engine.first_token(f"again {i}", tokens)
+    predicted, actual, *others = (
+        engine.counter("gate_seconds", *kind) - before
+        for kind, before in zip(kinds, begun, strict=True)
+    )
+    assert actual > 0
+    assert predicted == pytest.approx(actual, rel=0.15)
+    assert max(others) == 0
+    if what == "load":
+        assert engine.counter("gate_seconds", "replaced", "predicted") - replaced > actual
 
 
 def test_each_decision_is_one_line_at_debug_level(
     sim: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
+    engine = sim()
+    tokens = prompt(300)
+    engine.first_token("new", tokens)
+    with caplog.at_level(logging.DEBUG, logger="vllm.tiered_kv.scheduler.gating"):
+        engine.first_token("first", tokens)
+        engine.first_token("second", tokens, params={"tiered_kv": {"gate": "always"}})
+        engine.copy_seconds = 5 * BLOCK * engine.token_seconds
+        teach(engine)
+        caplog.clear()
+        engine.first_token("third", tokens)
+    (line,) = [r.getMessage() for r in caplog.records if "gate: request" in r.getMessage()]
+    for term in (
+        "request third",
+        "load none (predicted): 0 of 300 tokens",
+        "first token in 0.0",
+        "the other way in 0.",
+        "engine idle",
+        "Curve(step=",
+        "queued: 0 B of copies, 0 B of reads",
+    ):
+        assert term in line
+
+
+def test_no_line_is_made_where_nobody_reads_it(sim: Make, caplog: pytest.LogCaptureFixture) -> None:
     engine = sim("always")
     tokens = prompt(300)
-    with caplog.at_level(logging.DEBUG, logger="vllm.tiered_kv.scheduler.gating"):
+    with caplog.at_level(logging.INFO, logger="vllm.tiered_kv.scheduler.gating"):
         engine.first_token("new", tokens)
         engine.first_token("again", tokens)
+    assert not [r for r in caplog.records if "gate: request" in r.getMessage()]
+    with caplog.at_level(logging.DEBUG, logger="vllm.tiered_kv.scheduler.gating"):
+        engine.first_token("again 2", tokens)
     lines = [r.getMessage() for r in caplog.records if "gate: request" in r.getMessage()]
     assert len(lines) == 1
-    assert "again" in lines[0]
-    assert "288 of 300 tokens" in lines[0]
+    assert "load all (forced): 288 of 300 tokens" in lines[0]

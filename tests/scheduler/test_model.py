@@ -22,7 +22,8 @@ STEPS = 10_000
 """Steps of vLLM's scheduler that every run of the tests takes."""
 SEEN = (
     "FINISHED_STOPPED FINISHED_LENGTH_CAPPED FINISHED_ABORTED preemptions chunks|loaded|cpu "
-    "chunks|evicted|cpu chunks|failed|cpu failures|load_failed lookups|wait failures|params "
+    "chunks|evicted|cpu chunks|failed|cpu failures|load_failed failures|load_late lookups|wait "
+    "failures|params "
     "drafts|accepted drafts|rejected neighbour|ended restarts hit_tokens|disk chunks|stored|disk "
     "chunks|loaded|disk chunks|failed|disk chunks|evicted|disk "
     "failures|disk_damaged gate_decisions|all|forced gate_decisions|all|learning "

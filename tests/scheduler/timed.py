@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in a world where steps, copies and files take just the time they are said to take."""
+"""An engine in a world where steps, copies and files take just the time they are said to take.
+
+The device works beside the engine: a step that is planned while another runs begins when that ends,
+and the engine waits for a step's end only where it takes its output in.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from typing import Any
 
 from tests.scheduler.manual import ManualSim, Pace
@@ -20,24 +25,50 @@ class TimedSim(ManualSim):
         self.step_seconds = 0.004
         self.token_seconds = 1e-4
         self.pair_seconds = 1e-8
+        self.plan_seconds = 0.0
+        """Of the engine's own thread, before each step."""
+        self.computed: Counter[str] = Counter()
+        """Tokens, by request."""
+        self._free_at = 0.0
+        """When the device has done all it was given."""
+        self._ends: deque[float] = deque()
+        """Of steps whose output was not taken in."""
         self.copy_seconds = 0.0
         """Of one block, to the device."""
+        self.fast_ranks: set[int] = set()
+        """They copy in no time."""
         self.read_seconds = 0.0
         """Of one file."""
         self._reading_since: float | None = None
         super().__init__(**options)
         wrap = self.gate.wrap
         for rank in self.ranks:
-            rank.tiered._worker._open_copier = lambda groups, pool: _SlowCopier(
-                self, wrap(groups, pool)
+            rank.tiered._worker._open_copier = lambda groups, pool, number=rank.number: _SlowCopier(
+                self, number, wrap(groups, pool)
             )
 
+    def schedule(self) -> Any:
+        self._pass(self.plan_seconds)
+        return super().schedule()
+
     def _execute(self, number: int, output: Any, rows: list[Row]) -> Any:
-        if rows:
-            tokens = sum(row.count for row in rows)
-            pairs = sum(row.count * (row.start + row.count / 2) for row in rows)
-            self._pass(self.step_seconds + self.token_seconds * tokens + self.pair_seconds * pairs)
+        begins = max(self.now, self._free_at)
+        self._free_at = begins + self.seconds_of(rows)
+        self._ends.append(self._free_at)
+        self.computed.update({row.request_id: row.count for row in rows})
         return super()._execute(number, output, rows)
+
+    def seconds_of(self, rows: list[Row]) -> float:
+        """What a step takes on the device."""
+        if not rows:
+            return 0.0
+        tokens = sum(row.count for row in rows)
+        pairs = sum(row.count * (row.start + row.count / 2) for row in rows)
+        return self.step_seconds + self.token_seconds * tokens + self.pair_seconds * pairs
+
+    def process(self) -> None:
+        self._pass(max(0.0, self._ends.popleft() - self.now))
+        super().process()
 
     def pause(self) -> None:
         self._pass(IDLE_TURN)
@@ -117,11 +148,11 @@ def _write_one(executor: ManualExecutor) -> bool:
 
 
 class _SlowCopier:
-    def __init__(self, sim: TimedSim, inner: Any) -> None:
-        self._sim, self._inner = sim, inner
+    def __init__(self, sim: TimedSim, rank: int, inner: Any) -> None:
+        self._sim, self._rank, self._inner = sim, rank, inner
         self.mark, self.close = inner.mark, inner.close
 
     def submit(self, direction: Any, copies: Any, after: Any) -> Any:
-        if direction.value == "load":
+        if direction.value == "load" and self._rank not in self._sim.fast_ranks:
             self._sim.now += self._sim.copy_seconds * len(copies)
         return self._inner.submit(direction, copies, after)

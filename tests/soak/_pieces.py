@@ -31,6 +31,7 @@ NON_FAULTS = (
     "disk_write",
     "load_failed",
     "load_dropped",
+    "load_late",
     "load_stale",
     "store",
 )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from vllm_tiered_kv.channel import SchedulerEndpoint, WorkerEndpoint
 from vllm_tiered_kv.protocol import (
+    BlockCopy,
     Direction,
     JobResult,
     JobStatus,
@@ -119,16 +120,28 @@ def test_a_store_ends_when_every_rank_has_reported_it_once() -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
-def test_the_worst_rank_decides(order: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("bad", "good"),
+    [
+        (JobStatus.FAILED, JobStatus.DONE),
+        (JobStatus.FAILED, JobStatus.LATE),
+        (JobStatus.DROPPED, JobStatus.LATE),
+        (JobStatus.LATE, JobStatus.DONE),
+    ],
+)
+def test_the_worst_rank_decides(order: list[int], bad: JobStatus, good: JobStatus) -> None:
     ledger = JobLedger(2)
-    load = ActiveLoad("r", (), (), (), 0)
+    copies = (BlockCopy(0, 0, 0, (1,)), BlockCopy(0, 1, 0, (2,)))
+    load = ActiveLoad("r", (), copies, (0, 0), 0)
     job = ledger.add_load(load)
-    bad = JobResult(job, Direction.LOAD, JobStatus.FAILED)
-    good = JobResult(job, Direction.LOAD, JobStatus.DONE)
-    reports = [bad, good]
+    reports = [
+        JobResult(job, Direction.LOAD, bad, (1,)),
+        JobResult(job, Direction.LOAD, good, (0,) if good is not JobStatus.DONE else ()),
+    ]
     for rank in order:
         ended = ledger.load_result(rank, reports[rank])
-    assert ended.status is JobStatus.FAILED
+    assert ended.status is bad
+    assert ended.failed == ({1} if good is JobStatus.DONE else {0, 1})
 
 
 def test_ends_that_are_dropped_in_a_cycle_are_closed() -> None:

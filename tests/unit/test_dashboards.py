@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -61,6 +64,33 @@ def _plain(options: dict) -> dict:
 def test_the_dashboard_is_what_the_panels_say() -> None:
     """After a change of the panels: ``make dashboard``."""
     assert (dashboards.FOLDER / "dashboard.json").read_text() == dashboard(ROWS)
+
+
+def test_grafana_knows_every_field() -> None:
+    """By the classes that Grafana publishes, which are made from its own schema (here: 10.1's)."""
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+
+    register_default_plugins()  # of panels and queries
+    raw = json.loads((dashboards.FOLDER / "dashboard.json").read_text())
+    known = json.loads(JSONEncoder().encode(models.Dashboard.from_json(raw)))
+    assert list(lost(raw, known)) == []
+    raw["panels"][1]["options"]["legends"] = {}
+    known = json.loads(JSONEncoder().encode(models.Dashboard.from_json(raw)))
+    assert list(lost(raw, known)) == [".panels[1].options.legends"]
+
+
+def lost(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
+    """What is in the one and not, or not the same, in the other."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key, value in ours.items():
+            yield from lost(value, theirs.get(key), f"{path}.{key}")
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for i, pair in enumerate(zip(ours, theirs, strict=True)):
+            yield from lost(*pair, f"{path}[{i}]")
+    elif ours != theirs:
+        yield path
 
 
 def test_no_panel_lies_on_another_and_each_says_what_to_conclude() -> None:

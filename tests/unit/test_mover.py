@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from vllm_tiered_kv.protocol import BlockCopy, Direction, JobResult, JobStatus
-from vllm_tiered_kv.worker.mover import PIECE_BYTES, CopyJob, Lane
+from vllm_tiered_kv.worker.mover import PIECE_BYTES, CopyJob, Counts, Lane
 
 COPY = BlockCopy(0, 0, 0, (1,))
 
@@ -26,6 +27,9 @@ class Bench:
         self.fail_slots: set[int] = set()
         self.copied: list[int] = []
         self.now = 0.0
+        self.takes = 0.0
+        """Seconds of each piece."""
+        self.lock = threading.Lock()
         self.lane = Lane(
             Direction.LOAD, self._copy, self._end, threads, PIECE_BYTES, clock=lambda: self.now
         )
@@ -35,6 +39,8 @@ class Bench:
         assert self.go.wait(10)
         if any(c.slot in self.fail_slots for c in copies):
             raise OSError("no")
+        with self.lock:
+            self.now += self.takes
         self.copied.extend(c.slot for c in copies)
         return 10 * len(copies)
 
@@ -42,9 +48,16 @@ class Bench:
         self.results.append(result)
         self.ended.release()
 
-    def job(self, number: int, slots: Sequence[int] = (0,), size: int = 1, give_up: float = 99.0):
+    def job(
+        self,
+        number: int,
+        slots: Sequence[int] = (0,),
+        size: int = 1,
+        give_up: float = 99.0,
+        **options: Any,
+    ):
         copies = [BlockCopy(0, slot, 0, (1,)) for slot in slots]
-        return CopyJob(number, copies, [size] * len(copies), None, give_up)
+        return CopyJob(number, copies, [size] * len(copies), None, give_up, **options)
 
     def wait(self, count: int = 1) -> list[JobResult]:
         for _ in range(count):
@@ -117,6 +130,58 @@ def test_a_job_that_waited_too_long_is_given_up(bench: Bench) -> None:
     bench.lane.submit([bench.job(1, give_up=4.0), bench.job(2, give_up=6.0)])
     results = {r.job: r.status for r in bench.wait(2)}
     assert results == {1: JobStatus.DROPPED, 2: JobStatus.DONE}
+
+
+def test_the_rest_of_a_load_that_is_too_slow_is_given_up(bench: Bench) -> None:
+    """Six pieces of a second each, where computing all of it takes one."""
+    bench.takes = 1.0
+    job = bench.job(1, range(6), size=PIECE_BYTES, give_up=2.5, worth=1.0, counts=Counts.HEAD)
+    bench.lane.submit([job])
+    (result,) = bench.wait()
+    assert result.status is JobStatus.LATE
+    assert result.failed
+    assert sorted([*bench.copied, *result.failed]) == list(range(6))
+    assert result.nbytes == 10 * len(bench.copied)
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({"worth": 4.0, "counts": Counts.HEAD}, 3),  # 3 s for what is computed in 2
+        ({"worth": 4.0, "counts": Counts.WHOLE}, 0),  # 3 s where all would be computed again
+        ({"worth": 2.0, "counts": Counts.WHOLE}, 3),
+        ({"worth": None, "counts": Counts.HEAD}, 0),
+        ({"worth": 1.0, "counts": Counts.HEAD, "give_up": 99.0}, 0),
+    ],
+)
+def test_what_will_soon_be_there_is_waited_for(options: dict[str, Any], left: int) -> None:
+    bench = Bench()
+    bench.takes = 1.0
+    bench.lane.submit([bench.job(1, range(6), PIECE_BYTES, **{"give_up": 2.5, **options})])
+    (result,) = bench.wait()
+    assert result.status is (JobStatus.LATE if left else JobStatus.DONE)
+    assert result.failed == tuple(range(6 - left, 6))
+    assert bench.lane.close(10)
+
+
+def test_a_late_load_is_not_reported_while_a_piece_is_copied() -> None:
+    bench = Bench()
+    ended: list[JobResult] = []
+    lane = Lane(Direction.LOAD, bench._copy, ended.append, 0, 1, clock=lambda: bench.now)
+    job = bench.job(1, range(3), size=2, give_up=1.0, worth=0.5, counts=Counts.HEAD)
+    lane.submit([job])
+    first, second, third = (0,), (1,), (2,)
+    assert lane._begin(job, first) is False
+    bench.now = 2.0
+    assert lane._begin(job, second) is True
+    lane._work(job, second, True)
+    lane._work(job, third, lane._begin(job, third))
+    assert not ended
+    bench.fail_slots = {0}
+    lane._work(job, first, False)
+    (result,) = ended
+    assert result.status is JobStatus.FAILED  # and so not late: its chunks are not to be trusted
+    assert result.failed == (0, 1, 2)
 
 
 def test_calling_off_what_has_ended_does_nothing(bench: Bench) -> None:

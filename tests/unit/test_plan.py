@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_tiered_kv import assemble, compat
 from vllm_tiered_kv.config import ConfigError, parse_options
 from vllm_tiered_kv.geometry import Geometry, GroupGeometry, GroupKind, plan_geometry
-from vllm_tiered_kv.scheduler.groups import usable_chunks
+from vllm_tiered_kv.scheduler.groups import usable_ends
 from vllm_tiered_kv.scheduler.index import ABSENT, Node
 from vllm_tiered_kv.scheduler.plan import blocks_of_chunk, chunk_keys, plan_load
 from vllm_tiered_kv.scheduler.requests import Offer
@@ -139,7 +139,7 @@ def test_windows_alone_may_have_left_a_chunk_behind_altogether() -> None:
 def test_a_hit_ends_where_every_window_is_whole(
     has_part: list[bool], first: int, tokens: int, partial: int
 ) -> None:
-    """Against the definition: the longest head whose window lies in parts or on the device."""
+    """Against the definition: heads whose window lies in parts or on the device."""
     cut = geometry(FULL, window(tokens))
     run = [node(1, 1 if part else ABSENT) for part in has_part]
     start = first * 32 + partial * 16
@@ -149,8 +149,14 @@ def test_a_hit_ends_where_every_window_is_whole(
         needed = range(max(start, end - tokens + 1), end)
         return all(has_part[t // 32 - first] for t in needed)
 
-    want = max((n for n in range(1, len(run) + 1) if whole(n)), default=0)
-    assert usable_chunks(cut, run, first, start) == want
+    want = [n for n in range(1, len(run) + 1) if whole(n)]
+    assert usable_ends(cut, run, first, start) == want
+
+
+@given(st.integers(0, 12), st.integers(0, 3))
+def test_without_windows_a_hit_ends_anywhere(count: int, first: int) -> None:
+    ends = usable_ends(geometry(FULL), [node(1)] * count, first, first * 32)
+    assert list(ends) == list(range(1, count + 1))
 
 
 def test_slots_of_an_uneven_pipeline_are_aligned_on_every_stage(

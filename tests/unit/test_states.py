@@ -9,7 +9,7 @@ import pytest
 
 from vllm_tiered_kv import compat
 from vllm_tiered_kv.geometry import Geometry, GroupGeometry, GroupKind, plan_geometry
-from vllm_tiered_kv.scheduler.groups import usable_chunks
+from vllm_tiered_kv.scheduler.groups import usable_ends
 from vllm_tiered_kv.scheduler.index import ABSENT, Node
 from vllm_tiered_kv.scheduler.plan import blocks_of_chunk, plan_load
 from vllm_tiered_kv.scheduler.requests import Offer
@@ -61,11 +61,11 @@ def test_a_block_table_alone_says_nothing_of_states() -> None:
 
 @pytest.mark.parametrize(
     ("states", "want"),
-    [([1, 1, 1], 3), ([0, 1, 0], 2), ([0, 0, 1], 3), ([1, 0, 0], 1), ([0, 0, 0], 0)],
+    [([1, 1, 1], [1, 2, 3]), ([0, 1, 0], [2]), ([0, 0, 1], [3]), ([1, 0, 1], [1, 3]), ([0, 0], [])],
 )
-def test_a_hit_ends_at_the_last_state(states: list[int], want: int) -> None:
+def test_a_hit_ends_at_a_state(states: list[int], want: list[int]) -> None:
     run = [node(1 if state else ABSENT, 2) for state in states]
-    assert usable_chunks(CUT, run, 4, 64) == want
+    assert usable_ends(CUT, run, 4, 64) == want
 
 
 def test_only_the_last_state_is_loaded() -> None:

@@ -104,7 +104,6 @@ def _choice(name: str, label: str, query: str) -> dict[str, Any]:
         "label": label,
         "type": "query",
         "datasource": SOURCE,
-        "definition": query,
         "query": {"query": query, "refId": f"variable-{name}"},
         "refresh": 2,  # with the time range: servers come and go
         "sort": 1,

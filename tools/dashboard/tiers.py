@@ -120,8 +120,8 @@ TROUBLE = Row(
         Panel(
             "Failures by kind",
             "What went wrong, in the time of a point. Each is a miss or a store less, never a "
-            "failed request (with kv_load_failure_policy=recompute). The README lists the kinds; "
-            "the log has the first of each. internal is a mistake of ours: please report it.",
+            "failed request (with kv_load_failure_policy=recompute). docs/metrics.md lists the "
+            "kinds, the log has the first of each. internal is our mistake: please report it.",
             "none",
             (Query(gain("tiered_kv_failures_total", "kind"), "{{kind}}"),),
         ),

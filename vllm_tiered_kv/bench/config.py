@@ -105,6 +105,8 @@ class Arm(_Options, frozen=True):
     """The name that the server knows; None: the first that it answers to."""
     bin: Text | None = None
     """A folder in which commands are looked for first, such as another environment's ``bin``."""
+    needs: Annotated[str, Meta(max_length=1000)] = ""
+    """What it takes besides vLLM and the model; said where it does not start."""
 
 
 class Load(_Options, frozen=True):

@@ -17,7 +17,7 @@ import msgspec
 
 from vllm_tiered_kv.bench.commands import Command, commands, free_ports, ports_of
 from vllm_tiered_kv.bench.config import Arm, Experiment
-from vllm_tiered_kv.bench.errors import ServerLost
+from vllm_tiered_kv.bench.errors import BenchError, ServerLost
 from vllm_tiered_kv.bench.group import ProcessGroup
 
 _GRACE_S = 30.0
@@ -135,14 +135,15 @@ def running(arm: Arm, experiment: Experiment, output: Path) -> Iterator[Target]:
         folder = stack.enter_context(_empty(output / "kept" / slug))
         names = ports_of(arm)
         ports = dict(zip(names, free_ports(len(names)), strict=True))
-        filled = commands(arm, experiment, ports, folder)
         logs = output / "logs"
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         started = []
-        for command in filled:
-            log = logs / f"{slug}-{command.name}.log"
-            process = Process(command, log, experiment.start_timeout)
-            started.append(stack.enter_context(process))
+        with _saying_needs(arm):
+            filled = commands(arm, experiment, ports, folder)
+            for command in filled:
+                log = logs / f"{slug}-{command.name}.log"
+                process = Process(command, log, experiment.start_timeout)
+                started.append(stack.enter_context(process))
         urls = {command.name: command.url for command in filled}
         serving = [p.name for p in arm.processes if not p.command]
         yield Target(
@@ -152,6 +153,17 @@ def running(arm: Arm, experiment: Experiment, output: Path) -> Iterator[Target]:
             tuple(started),
             tuple(command.words for command in filled),
         )
+
+
+@contextlib.contextmanager
+def _saying_needs(arm: Arm) -> Iterator[None]:
+    """Where an arm does not start, say what it takes."""
+    try:
+        yield
+    except BenchError as error:
+        if not arm.needs:
+            raise
+        raise type(error)(f"arm {arm.name!r} needs {arm.needs}: {error}") from None
 
 
 def _scrapes(arm: Arm, urls: dict[str, str], *default: str) -> tuple[str, ...]:

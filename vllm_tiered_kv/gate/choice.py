@@ -2,15 +2,17 @@
 """How much of a stored run is loaded: a pure function of what each part would take.
 
 The time to the first token, with the run loaded up to token ``e``, is what it takes to get the run
-plus what it takes to compute the rest. Within one source the first grows in proportion, and the
-second is concave in ``e`` on either side of the point where the rest fits into one step. A concave
-function is least at an end of its interval. So of all ends only few need be looked at: nothing, the
-end of each source's part, and the two next to that point (:func:`kinks`).
+plus what it takes to compute the rest. Within one source the first grows in proportion (or ever
+more slowly: what a window sees, or a state, is loaded once), and the second is concave in ``e`` on
+either side of the point where the rest fits into one step. A concave function is least at an end of
+its interval, and where a source begins it is not below what the one before it takes. So of all ends
+at which a load can stop few need be looked at (:func:`ends_to_try`).
 """
 
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import msgspec
@@ -87,6 +89,21 @@ def kinks(prompt: int, budget: int, step: int) -> tuple[int, int]:
     point = prompt - budget
     below = point // step * step
     return below, below if below == point else below + step
+
+
+def ends_to_try(ends: Sequence[int], begin: int, below: int, above: int) -> list[int]:
+    """Of all ends within one source some of which one is the best, unless none is worth it.
+
+    Args:
+        ends: where a load can stop, ascending.
+        begin: where what the source before it has ends; in the units of ``ends``, as is the rest.
+        below: see :func:`kinks`.
+        above: likewise.
+    """
+    places = {bisect_right(ends, below), len(ends)}
+    if above > begin:
+        places.add(bisect_left(ends, above) + 1)
+    return [ends[place - 1] for place in sorted(places) if 0 < place <= len(ends)]
 
 
 def decide(question: Question, curve: Curve) -> Decision:

@@ -61,6 +61,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     """Tokens of a request that fit in one step."""
     event_groups: tuple[compat.EventGroup, ...] | None = None
     """How KV events name each KV cache group's kind; None: KV events are off."""
+    recomputes: bool = True
+    """vLLM computes what a load did not bring; else a load that is given up fails its request."""
 
 
 class Core:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.scheduler.fetch import Fetch, Look
+from vllm_tiered_kv.scheduler.groups import last_of
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.scheduler.core import Core
@@ -45,15 +46,20 @@ class DiskLookups:
         return self._awaits_disk(state) or self._awaits_ranks(state)
 
     def begins(
-        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
+        self,
+        state: RequestState,
+        keys: Sequence[bytes],
+        first: int,
+        computed: int,
+        ends: Sequence[int],
     ) -> bool:
         """Begin to read what is worth it; whether to ask again later."""
-        if self._core.disk is None or state.fetch is not None or first + usable >= len(keys):
+        if self._core.disk is None or state.fetch is not None or first + last_of(ends) >= len(keys):
             return False
-        if self._gate.may_read(self._gate.disk, state, keys, first, computed, usable):
+        if self._gate.may_read(self._gate.disk, state, keys, first, computed, ends):
             if self._awaits_look(state, keys, first, computed):
                 return True
-            state.fetch = self._fetch(state, keys, first, computed, usable)
+            state.fetch = self._fetch(state, keys, first, computed, ends)
         return self._awaits_disk(state)
 
     def forget(self, state: RequestState) -> None:
@@ -89,19 +95,26 @@ class DiskLookups:
         return now < self._ranks_by and self._wait(state, CONNECT_PATIENCE)
 
     def _fetch(
-        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
+        self,
+        state: RequestState,
+        keys: Sequence[bytes],
+        first: int,
+        computed: int,
+        ends: Sequence[int],
     ) -> Fetch | None:
         """Begin to read what is worth it of what lies on disk."""
         disk = self._core.disk
-        fetch = disk.lookups.fetch(keys, first, computed, usable) if disk is not None else None
+        fetch = (
+            disk.lookups.fetch(keys, first, computed, last_of(ends)) if disk is not None else None
+        )
         if disk is None or fetch is None:
             return None
         slow = self._gate.disk
-        worth = self._gate.read_to(slow, state, fetch, keys, first, computed, usable)
+        worth = self._gate.read_to(slow, state, fetch, keys, first, computed, ends)
         if not worth:
             disk.lookups.release(fetch)
             return None
-        disk.lookups.cut(fetch, worth)
+        disk.lookups.cut(fetch, worth, first, computed)
         return fetch
 
     def _awaits_look(

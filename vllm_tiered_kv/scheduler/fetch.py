@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parts of which chunks make the longest hit: a pure function, and what a look-up awaits."""
+"""Where a hit can end that is read from disk: a pure function, and what a look-up awaits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_tiered_kv.geometry import Geometry, GroupKind
+from vllm_tiered_kv.geometry import Geometry
+from vllm_tiered_kv.scheduler.groups import ends_by_parts
 from vllm_tiered_kv.scheduler.index import Node
 
 
@@ -17,6 +18,7 @@ class Fetch:
         needed: for each of them the groups whose part is needed, as bits.
         parent: the node of the chunk before the first.
         slots: slots that are set aside for it, of those that look-ups may hold.
+        ends: how many of the chunks would make a hit as well, and all.
     """
 
     __slots__ = (
@@ -25,6 +27,7 @@ class Fetch:
         "ahead",
         "arrived",
         "ended_at",
+        "ends",
         "failed",
         "jobs",
         "keys",
@@ -39,9 +42,15 @@ class Fetch:
     )
 
     def __init__(
-        self, keys: Sequence[bytes], needed: Sequence[int], parent: Node | None, slots: int
+        self,
+        keys: Sequence[bytes],
+        needed: Sequence[int],
+        parent: Node | None,
+        slots: int,
+        ends: Sequence[int] = (),
     ) -> None:
         self.keys = keys
+        self.ends = ends
         self.needed = needed
         self.parent = parent
         self.slots = slots
@@ -109,10 +118,10 @@ class Look:
         self.over = False
 
 
-def best_end(
+def possible_ends(
     geometry: Geometry, could: Sequence[int], first: int, start: int, room: int
-) -> tuple[int, list[int]]:
-    """The longest head of a run that can be loaded, and what of each chunk that takes.
+) -> Sequence[int]:
+    """How many chunks of a run can be loaded together: all the ways, shortest first.
 
     Args:
         geometry: the cut.
@@ -121,37 +130,8 @@ def best_end(
         first: index of the first chunk.
         start: tokens the device holds; in or before chunk ``first``.
         room: slots that may be taken.
-
-    Returns:
-        How many chunks, and for each of them the groups whose part is needed, as bits.
     """
-    if geometry.keeps_all:
-        best = min(len(could), room // len(geometry.groups))
-        return best, [geometry.full_groups] * best
-    partial = [g for g in geometry.group_ids if geometry.groups[g].kind is not GroupKind.FULL]
     most = room // len(geometry.groups)
-    gaps = dict.fromkeys(partial, -1)  # last chunk of the run without the part
-    best = 0
-    for i, mask in enumerate(could[:most]):
-        if mask & geometry.full_groups != geometry.full_groups:
-            break
-        usable = True
-        for group in partial:
-            if not mask >> group & 1:
-                gaps[group] = i
-            usable = usable and gaps[group] < _first_needed(geometry, group, first, start, i)
-        if usable:
-            best = i + 1
-    needed = [geometry.full_groups] * best
-    for group in partial:
-        low = max(0, _first_needed(geometry, group, first, start, best - 1))
-        for i in range(low, best):
-            needed[i] |= 1 << group
-    return best, needed
-
-
-def _first_needed(geometry: Geometry, group: int, first: int, start: int, last: int) -> int:
-    """The first chunk, counted from ``first``, that a hit ending with ``last`` needs."""
-    end = (first + last + 1) * geometry.chunk_tokens
-    token = max(start, geometry.groups[group].first_needed_token(end))
-    return token // geometry.chunk_tokens - first
+    if geometry.keeps_all:
+        return range(1, min(len(could), most) + 1)
+    return list(ends_by_parts(geometry, could[:most], first, start))

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import functools
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
+import msgspec
+
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.gate import Choice, Decision, Gate, GateMode, Option, Question, Work
-from vllm_tiered_kv.gate.choice import kinks
+from vllm_tiered_kv.gate.choice import ends_to_try, kinks
 from vllm_tiered_kv.gate.gate import LEAST_PATIENCE
 from vllm_tiered_kv.gate.prefill import FEW_TOKENS
 from vllm_tiered_kv.gate.regret import regret
 from vllm_tiered_kv.gate.steps import StepClock
 from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.protocol import JobStatus
-from vllm_tiered_kv.scheduler.groups import usable_chunks
+from vllm_tiered_kv.scheduler.groups import last_of
 from vllm_tiered_kv.scheduler.hit_bytes import HitBytes
 from vllm_tiered_kv.scheduler.peer_probe import PeerProbe
 from vllm_tiered_kv.scheduler.probe import DiskProbe
@@ -163,7 +166,7 @@ class RequestGate:
         keys: Sequence[bytes],
         first: int,
         start: int,
-        usable: int,
+        ends: Sequence[int],
     ) -> bool:
         """Whether reading could be worth it if all of the prompt's chunks were there.
 
@@ -172,11 +175,13 @@ class RequestGate:
             keys: of the prompt's chunks.
             first: the first chunk the device does not hold whole.
             start: tokens it holds.
-            usable: chunks from ``first`` on that the CPU tier can give.
+            ends: how many chunks from ``first`` on the CPU tier can give, all the ways.
         """
         if self.mode(state) is not GateMode.MEASURED:
             return True
-        decision = self._ask_read(tier, state, first, start, usable, len(keys) - first)
+        usable = last_of(ends)
+        beyond = range(usable + 1, len(keys) - first + 1)
+        decision = self._ask_read(tier, state, first, start, ends, beyond)
         if decision.end // self._core.geometry.chunk_tokens - first > usable:
             return True
         self._refuse(tier, state, decision, keys, first + usable)
@@ -191,7 +196,7 @@ class RequestGate:
         beyond: int,
     ) -> None:
         """What is there from chunk ``beyond`` on, if anything is, is not read."""
-        if tier.has(keys[beyond]) and decision.choice is Choice.NONE and not state.is_reading:
+        if tier.has(keys[beyond]) and not state.is_reading:
             state.ruling = Ruling(decision, self._core.clock(), self._turn())
         if tier.probe is not None:
             content = state.content.digest if state.content is not None else b""
@@ -205,10 +210,12 @@ class RequestGate:
         keys: Sequence[bytes],
         first: int,
         start: int,
-        usable: int,
+        ends: Sequence[int],
     ) -> int:
         """How many chunks of a fetch from ``first`` on are worth waiting for; 0: none."""
-        decision = self._ask_read(tier, state, first, start, usable, len(fetch.keys))
+        usable = last_of(ends)
+        beyond = fetch.ends[bisect_right(fetch.ends, usable) :]
+        decision = self._ask_read(tier, state, first, start, ends, beyond)
         chunks = decision.end // self._core.geometry.chunk_tokens - first
         if chunks <= usable:
             self._refuse(tier, state, decision, keys, first + usable)
@@ -226,17 +233,16 @@ class RequestGate:
             tier.probe.used()
         return chunks
 
-    def copy_to(
-        self, state: RequestState, first: int, start: int, run: Sequence[Node], usable: int
-    ) -> int:
+    def copy_to(self, state: RequestState, first: int, start: int, ends: Sequence[int]) -> int:
         """How many chunks of a run in the CPU tier are worth loading."""
-        options = [self._option(first, n) for n in self._ends(state, first, start, run, usable)]
-        decision = self._ask(state, start, options)
-        if decision.choice is Choice.NONE and not state.is_reading:
-            small = usable_chunks(self._core.geometry, run[:TRIED_CHUNKS], first, start)
-            if small := min(small, usable):
-                question = self._question(state, start, [self._option(first, small)])
-                decision = self.gate.explore(decision, question, is_busy=self._is_busy)
+        was_refused = not state.is_reading and state.ruling is not None  # what is there beyond
+        decision = self._ask(state, start, self._options(state, first, ends))
+        small = last_of(ends[: bisect_right(ends, TRIED_CHUNKS)])
+        if decision.choice is Choice.NONE and not state.is_reading and small:
+            question = self._question(state, start, [self._option(first, small)])
+            decision = self.gate.explore(decision, question, is_busy=self._is_busy)
+        if decision.choice is Choice.ALL and was_refused:
+            decision = msgspec.structs.replace(decision, choice=Choice.PART)
         if not state.is_reading or state.ruling is None or state.ruling.admitted is not None:
             state.ruling = Ruling(decision, self._core.clock(), self._turn())
         return max(0, decision.end // self._core.geometry.chunk_tokens - first)
@@ -248,34 +254,40 @@ class RequestGate:
             return most
         return min(most, curve.seconds(start, state.request.num_tokens))
 
-    def _ends(
-        self, state: RequestState, first: int, start: int, run: Sequence[Node], usable: int
-    ) -> list[int]:
-        """Chunks of the loads that can be best, shortest first."""
-        geometry = self._core.geometry
-        size, prompt = geometry.chunk_tokens, state.request.num_tokens
-        ends = []
-        for token in kinks(prompt, self.gate.prefill.budget, size):
-            chunks = token // size - first
-            if not 0 < chunks < usable:
-                continue
-            if not geometry.keeps_all:
-                chunks = usable_chunks(geometry, run[:chunks], first, start)
-            if chunks and chunks not in ends:
-                ends.append(chunks)
-        return [*ends, usable]
+    def _options(
+        self,
+        state: RequestState,
+        first: int,
+        ends: Sequence[int],
+        tier: SlowTier | None = None,
+        known: int = 0,
+    ) -> list[Option]:
+        """The loads of one source that can be best, shortest first.
+
+        Args:
+            ends: chunks from ``first`` on.
+            tier: the slow source that they are read from.
+            known: those of them that are not.
+        """
+        size, prompt = self._core.geometry.chunk_tokens, state.request.num_tokens
+        below, above = (
+            token // size - first for token in kinks(prompt, self.gate.prefill.budget, size)
+        )
+        tried = ends_to_try(ends, known, below, above)
+        return [self._option(first, n, n - known if tier is not None else 0, tier) for n in tried]
 
     def _ask_read(
-        self, tier: SlowTier, state: RequestState, first: int, start: int, usable: int, end: int
+        self,
+        tier: SlowTier,
+        state: RequestState,
+        first: int,
+        start: int,
+        ends: Sequence[int],
+        beyond: Sequence[int],
     ) -> Decision:
-        geometry = self._core.geometry
-        ends = [usable] if usable else []
-        if geometry.keeps_all:
-            size, prompt = geometry.chunk_tokens, state.request.num_tokens
-            for token in kinks(prompt, self.gate.prefill.budget, size):
-                if usable < token // size - first < end:
-                    ends.append(token // size - first)
-        options = [self._option(first, n, max(0, n - usable), tier) for n in (*ends, end)]
+        """Of what the CPU tier has and what is read beyond it."""
+        options = self._options(state, first, ends)
+        options += self._options(state, first, beyond, tier, known=last_of(ends))
         return self._ask(state, start, options, tier)
 
     def _ask(
@@ -433,17 +445,33 @@ class RequestGate:
         """Seconds that a load may wait before its first copy."""
         most = self._core.settings.load_deadline
         ruling = state.ruling
-        if ruling is None or self.mode(state) is not GateMode.MEASURED:
+        if ruling is None or not self._may_give_up(state):
             return most
         decision = ruling.decision
         worth = decision.replaced or most
         return min(most, max(LEAST_COPY_PATIENCE, self.gate.patience(decision.load), worth))
 
+    def worth(self, state: RequestState) -> float | None:
+        """Seconds of the recompute that a load replaces, if it may be given up for it."""
+        ruling = state.ruling
+        return ruling.decision.replaced if ruling is not None and self._may_give_up(state) else None
+
+    def _may_give_up(self, state: RequestState) -> bool:
+        """Whether a load may end because computing is faster."""
+        return self.mode(state) is GateMode.MEASURED and self._core.settings.recomputes
+
     @_never_fatal
     def copied(self, load: ActiveLoad) -> None:
         """A load has ended on every rank."""
-        if load.status is JobStatus.DONE and not load.stale and load.copies:
+        if load.stale or not load.copies:
+            return
+        if load.status is JobStatus.DONE:
             self.gate.copy.observe(self._bytes(len(load.nodes)), load.seconds)
+        elif load.status is JobStatus.LATE:
+            self._core.tally.add(metrics.GATE_GIVEN_UP.key("cpu"))
+            arrived = max(1, len(load.copies) - len(load.failed))
+            whole = load.seconds * len(load.copies) / arrived
+            self.gate.copy.observe(self._bytes(len(load.nodes)), whole)
 
     def arrived(self, state: RequestState, load: ActiveLoad) -> None:
         """vLLM learns that a request's load has ended well."""
@@ -462,9 +490,10 @@ class RequestGate:
         self._count("load", decision.load, now - ruling.began)
         self._core.tally.add(metrics.GATE_SECONDS.key("replaced", "predicted"), decision.replaced)
 
-    def lost(self, state: RequestState) -> None:
-        """A load did not arrive: of what was decided nothing can be said."""
-        state.ruling = None
+    def lost(self, state: RequestState, load: ActiveLoad) -> None:
+        """A load did not arrive: unless it was too slow nothing can be said of what was decided."""
+        if load.stale or load.status is not JobStatus.LATE:
+            state.ruling = None
 
     # -- what came of it -----------------------------------------------------------------
 

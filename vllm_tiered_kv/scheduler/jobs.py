@@ -10,7 +10,7 @@ from vllm_tiered_kv.protocol import BlockCopy, JobResult, JobStatus
 from vllm_tiered_kv.scheduler.index import Node
 from vllm_tiered_kv.scheduler.pulls import ActivePull
 
-_WORSE = {JobStatus.DONE: 0, JobStatus.DROPPED: 1, JobStatus.FAILED: 2}
+_WORSE = {JobStatus.DONE: 0, JobStatus.LATE: 1, JobStatus.DROPPED: 2, JobStatus.FAILED: 3}
 
 
 class _Job:

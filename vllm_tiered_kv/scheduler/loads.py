@@ -14,7 +14,7 @@ from vllm_tiered_kv.scheduler.core import TIER, Core
 from vllm_tiered_kv.scheduler.disk import TIER as DISK
 from vllm_tiered_kv.scheduler.disk_lookups import DiskLookups
 from vllm_tiered_kv.scheduler.gating import RequestGate
-from vllm_tiered_kv.scheduler.groups import usable_chunks
+from vllm_tiered_kv.scheduler.groups import last_of, usable_ends
 from vllm_tiered_kv.scheduler.jobs import ActiveLoad
 from vllm_tiered_kv.scheduler.peer_lookups import PeerLookups
 from vllm_tiered_kv.scheduler.plan import chunk_key, chunk_keys, count_chunks, plan_load
@@ -121,7 +121,7 @@ class LoadPlanner:
         if self._awaits_adapter(state, computed):
             return None
         state.restart(core.epoch, core.geometry.chunk_tokens)
-        if not state.is_reading:
+        if not state.is_reading and not state.failed_loads:
             state.ruling = None
         content = state.content
         allowed = self._may_load(state) and self._gate.mode(state) is not GateMode.NEVER
@@ -141,9 +141,10 @@ class LoadPlanner:
             return None
         keys = chunk_keys(request.block_hashes, reusable, core.geometry, content.digest)
         run = core.index.ready_run(keys, first)
-        usable = usable_chunks(core.geometry, run, first, computed)
+        ends = usable_ends(core.geometry, run, first, computed)
+        usable = last_of(ends)
         sources = reversed(self._sources) if self._gate.prefers_peers() else self._sources
-        if any(source.begins(state, keys, first, computed, usable) for source in sources):
+        if any(source.begins(state, keys, first, computed, ends) for source in sources):
             return None
         end = first + len(run)
         beyond = core.index.get(keys[end]) if end < len(keys) else None
@@ -153,7 +154,7 @@ class LoadPlanner:
         if not usable:
             refused = state.ruling is not None and not state.is_reading
             return self._answer(state, "refused" if refused else "miss", 0)
-        worth = self._gate.copy_to(state, first, computed, run, usable)
+        worth = self._gate.copy_to(state, first, computed, ends)
         if not worth:
             return self._answer(state, "refused", 0)
         if self._awaits_room(state):
@@ -233,7 +234,8 @@ class LoadPlanner:
             copies = copies if pull_job is not None else ()  # ends as failed
         deadline = self._gate.deadline(state)
         use = (state.content or BASE_MODEL).use
-        self.jobs.append(LoadJob(job, load.request_id, copies, deadline, use, pull_job))
+        worth = self._gate.worth(state)
+        self.jobs.append(LoadJob(job, load.request_id, copies, deadline, use, pull_job, worth))
 
     def _plan_pull(
         self,
@@ -307,7 +309,7 @@ class LoadPlanner:
             # Which of its blocks hold good bytes is known when vLLM schedules it again.
             state.restart(self._core.epoch, self._core.geometry.chunk_tokens)
             state.failed_loads += 1
-            self._gate.lost(state)
+            self._gate.lost(state, load)
         else:
             state.loaded_from = _furthest(load)
             self._gate.arrived(state, load)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from vllm_tiered_kv.scheduler.groups import last_of
 from vllm_tiered_kv.scheduler.peers import PeerLook
 
 if TYPE_CHECKING:
@@ -61,7 +62,12 @@ class PeerLookups:
         return False
 
     def begins(
-        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
+        self,
+        state: RequestState,
+        keys: Sequence[bytes],
+        first: int,
+        computed: int,
+        ends: Sequence[int],
     ) -> bool:
         """Ask peers, or read what is worth it of what they have; whether to ask again later."""
         slow = self._gate.peers
@@ -69,12 +75,12 @@ class PeerLookups:
         if slow is None or state.handoff is not None:
             return False
         if look is None:
-            missing = self._missing(keys, first + usable)
+            missing = self._missing(keys, first + last_of(ends))
             if missing is None or not self._tier.is_readable:
                 return False
             look = state.peers = PeerLook(self._core.clock())
             content = state.content.digest if state.content is not None else b""
-            if self._gate.may_read(slow, state, keys, first, computed, usable):
+            if self._gate.may_read(slow, state, keys, first, computed, ends):
                 look.claim = self._tier.ask(keys[missing:], content)
             look.over = look.claim is None
         if look.over or look.claim is None:
@@ -82,7 +88,7 @@ class PeerLookups:
         if look.claim.is_asking:
             return self.waits(state, computed)
         self._tier.take_in(look.claim)
-        fetch = self._fetch(state, keys, first, computed, usable)
+        fetch = self._fetch(state, keys, first, computed, ends)
         if fetch is None:
             self._end(look)
             return False
@@ -106,18 +112,23 @@ class PeerLookups:
         return next((i for i in range(start, len(keys)) if get(keys[i]) is None), None)
 
     def _fetch(
-        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
+        self,
+        state: RequestState,
+        keys: Sequence[bytes],
+        first: int,
+        computed: int,
+        ends: Sequence[int],
     ) -> Fetch | None:
         """Begin to read what is worth it of what was found."""
         slow, lookups = self._gate.peers, self._tier.lookups
-        fetch = lookups.fetch(keys, first, computed, usable)
+        fetch = lookups.fetch(keys, first, computed, last_of(ends))
         if fetch is None or slow is None:
             return None
-        worth = self._gate.read_to(slow, state, fetch, keys, first, computed, usable)
+        worth = self._gate.read_to(slow, state, fetch, keys, first, computed, ends)
         if not worth:
             lookups.release(fetch)
             return None
-        lookups.cut(fetch, worth)
+        lookups.cut(fetch, worth, first, computed)
         return fetch
 
     def _reads(self, state: RequestState, look: PeerLook, fetch: Fetch) -> bool:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from vllm_tiered_kv.bits import bit_mask, bits_of
 from vllm_tiered_kv.geometry import Geometry
-from vllm_tiered_kv.scheduler.fetch import Fetch, Look, best_end
+from vllm_tiered_kv.scheduler.fetch import Fetch, Look, possible_ends
+from vllm_tiered_kv.scheduler.groups import parts_needed
 from vllm_tiered_kv.scheduler.index import ChunkIndex, Node, NodeState
 from vllm_tiered_kv.tiers.disk.orders import Outcome, Part, ReadOrder
 
@@ -118,13 +119,15 @@ class SlotReads:
             return None
         could = self._survey(keys, first, usable if self._geometry.keeps_all else 0)
         room = self._max_held - self.held
-        end, needed = best_end(self._geometry, could, first, start, room)
-        if end <= usable:
+        ends = possible_ends(self._geometry, could, first, start, room)
+        if not ends or ends[-1] <= usable:
             return None
+        end = ends[-1]
+        needed = parts_needed(self._geometry, end, first, start)
         slots = end * len(self._geometry.groups)
         self.held += slots
         parent = self._index.get(keys[first - 1]) if first else None
-        return Fetch(keys[first : first + end], needed, parent, slots)
+        return Fetch(keys[first : first + end], needed, parent, slots, ends)
 
     def _survey(self, keys: Sequence[bytes], first: int, known: int) -> list[int]:
         """For chunks from ``first`` on, as bits: the groups that are here or there.
@@ -163,9 +166,18 @@ class SlotReads:
                 self.ended(order.job, Outcome.DROPPED)
         return fetch.is_under_way
 
-    def cut(self, fetch: Fetch, chunks: int) -> None:
-        """Of a fetch of which nothing was ordered, only the head is wanted."""
+    def cut(self, fetch: Fetch, chunks: int, first: int, start: int) -> None:
+        """Of a fetch of which nothing was ordered, only the head is wanted.
+
+        Args:
+            chunks: one of its ends.
+            first: the first chunk.
+            start: tokens the device holds.
+        """
+        if chunks == len(fetch.keys):
+            return
         fetch.keys = fetch.keys[:chunks]
+        fetch.needed = parts_needed(self._geometry, chunks, first, start)
         slots = chunks * len(self._geometry.groups)
         self.held -= fetch.slots - slots
         fetch.slots = slots

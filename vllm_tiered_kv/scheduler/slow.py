@@ -23,7 +23,12 @@ class Lookups(Protocol):
         """
 
     def begins(
-        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int, usable: int
+        self,
+        state: RequestState,
+        keys: Sequence[bytes],
+        first: int,
+        computed: int,
+        ends: Sequence[int],
     ) -> bool:
         """Begin to read what is worth it; whether to ask again later.
 
@@ -31,7 +36,7 @@ class Lookups(Protocol):
             keys: of the prompt's chunks.
             first: the first chunk that the device does not hold whole.
             computed: tokens it holds.
-            usable: chunks from ``first`` on that the CPU tier can give.
+            ends: how many chunks from ``first`` on the CPU tier can give, all the ways.
         """
 
     def forget(self, state: RequestState) -> None:

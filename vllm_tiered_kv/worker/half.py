@@ -54,6 +54,7 @@ from vllm_tiered_kv.worker.mover import (
     HOST_PIECE_BYTES,
     PIECE_BYTES,
     CopyJob,
+    Counts,
     Lane,
 )
 from vllm_tiered_kv.worker.pages import DevicePages
@@ -399,14 +400,16 @@ class WorkerHalf:
             load = self._loads.pop(result.job, None)
             if load is None:
                 continue
-            if result.status is JobStatus.DONE and not self.adapters.holds(load.adapter):
+            holds = self.adapters.holds(load.adapter)
+            if result.status is JobStatus.DONE and not holds:
                 # Other weights took the place of those that the request was to go on with.
                 result = msgspec.structs.replace(result, status=JobStatus.DROPPED)
             self._load_results.append(result)  # travels with the same step's output
             outcome.finished.add(load.request_id)
             if result.status is JobStatus.DONE:
                 continue
-            if result.status is JobStatus.FAILED and self._report_blocks and load.pull is None:
+            has_head = result.status in (JobStatus.FAILED, JobStatus.LATE) and holds
+            if has_head and self._report_blocks and load.pull is None:
                 for i in result.failed:
                     outcome.bad_blocks.update(load.copies[i].blocks)
             else:
@@ -477,7 +480,9 @@ class WorkerHalf:
                 self._load_ended(JobResult(load.job, Direction.LOAD, JobStatus.DROPPED))
                 continue
             sizes = [self._size(copy) for copy in load.copies]
-            jobs.append(CopyJob(load.job, load.copies, sizes, self._mark, now + load.deadline))
+            by, counts = now + load.deadline, Counts.HEAD if self._report_blocks else Counts.WHOLE
+            job = CopyJob(load.job, load.copies, sizes, self._mark, by, load.worth, counts)
+            jobs.append(job)
         if lane is not None:
             lane.submit(jobs)
 

@@ -9,6 +9,7 @@ decided once, when its last piece is done and nothing writes any more.
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import threading
 import time
@@ -33,20 +34,32 @@ CopyPiece = Callable[[Direction, Sequence[BlockCopy], Any], int]
 """Copies some blocks and returns the bytes moved; raises on failure."""
 
 
+class Counts(enum.Enum):
+    """What of a job is of use if the rest of it is not copied."""
+
+    HEAD = "head"  # all before the first copy that is missing
+    WHOLE = "whole"  # nothing
+
+
 class CopyJob:
     """A job in a lane. Fields are guarded by the lane's lock."""
 
     __slots__ = (
         "after",
+        "begun",
         "copies",
+        "counts",
         "failed",
         "give_up_at",
+        "is_late",
         "job",
         "nbytes",
         "pending",
         "sizes",
         "started",
+        "total",
         "verdict",
+        "worth",
     )
 
     def __init__(
@@ -56,6 +69,8 @@ class CopyJob:
         sizes: Sequence[int],
         after: Any,
         give_up_at: float | None,
+        worth: float | None = None,
+        counts: Counts = Counts.WHOLE,
     ) -> None:
         self.job = job
         self.copies = copies
@@ -63,13 +78,31 @@ class CopyJob:
         """Bytes of each copy."""
         self.after = after
         self.give_up_at = give_up_at
+        """When it is late: then it does not begin, and perhaps does not go on."""
+        self.worth = worth
+        """Seconds that doing without all of it takes; None: what has begun is finished."""
+        self.counts = counts
+        self.total = sum(sizes)
+        self.begun = 0
+        """Bytes of the pieces that have begun."""
+        self.is_late = False
+        """Its rest was given up."""
         self.pending = 0
         """Pieces not yet ended."""
         self.failed: set[int] = set()
         self.nbytes = 0
         self.started: float | None = None
         self.verdict: JobStatus | None = None
-        """Set early when the job must not end well: fenced, cancelled, late."""
+        """Set early when the job must not end well: fenced, cancelled, not begun in time."""
+
+    def is_too_slow(self, now: float) -> bool:
+        """Whether doing without what has not begun is faster, by how it went until now."""
+        late = self.give_up_at is not None and now > self.give_up_at
+        if not late or self.worth is None or self.started is None or not self.begun:
+            return False
+        left = self.total - self.begun
+        rest = (now - self.started) * left / self.begun
+        return rest > (self.worth * left / self.total if self.counts is Counts.HEAD else self.worth)
 
 
 class Lane:
@@ -173,20 +206,21 @@ class Lane:
                 if not self._queue:
                     return
                 job, piece = self._queue.popleft()
-                skip = self._begin(job)
+                skip = self._begin(job, piece)
             self._work(job, piece, skip)
 
     def _work(self, job: CopyJob, piece: tuple[int, ...], skip: bool) -> None:
         """Copy a piece that has begun, or pass it by; end the job with its last one."""
-        moved, failed = 0, skip
+        moved, failed, broke = 0, skip, False
         if not skip and piece:
             try:
                 copies = [job.copies[i] for i in piece]
                 moved = self._copy(self._direction, copies, job.after)
             except Exception:  # noqa: BLE001 - a lane never dies: the job fails
-                failed = True
+                failed = broke = True
         with self._wake:
             job.nbytes += moved
+            job.is_late = job.is_late and not broke
             if failed:
                 job.failed.update(piece)
             job.pending -= 1
@@ -196,17 +230,27 @@ class Lane:
             result = self._result(job)
         self._on_end(result)
 
-    def _begin(self, job: CopyJob) -> bool:
+    def _begin(self, job: CopyJob, piece: Sequence[int]) -> bool:
         """Note that a piece of the job begins; True if it is to be skipped."""
+        now = self._clock()
         if job.started is None:
-            job.started = self._clock()
-            late = job.give_up_at is not None and job.started > job.give_up_at
+            job.started = now
+            late = job.give_up_at is not None and now > job.give_up_at
             if late and job.verdict is None:
                 job.verdict = JobStatus.DROPPED
-        return job.verdict is not None or bool(job.failed)
+        if job.verdict is not None or job.failed:
+            return True
+        if job.is_too_slow(now):
+            job.is_late = True
+            return True
+        job.begun += sum(job.sizes[i] for i in piece)
+        return False
 
     def _result(self, job: CopyJob) -> JobResult:
-        status = job.verdict or (JobStatus.FAILED if job.failed else JobStatus.DONE)
+        status = JobStatus.DONE
+        if job.failed:
+            status = JobStatus.LATE if job.is_late else JobStatus.FAILED
+        status = job.verdict or status
         seconds = 0.0 if job.started is None else self._clock() - job.started
         return JobResult(
             job.job, self._direction, status, tuple(sorted(job.failed)), job.nbytes, seconds

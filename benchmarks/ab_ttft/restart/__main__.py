@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks.ab_ttft.restart [--quick]``: measure, print, write the tables.
 
-``--update-docs`` measures nothing: it puts the last full run's tables into README.md and
-docs/benchmarks.md.
+``--update-docs`` measures nothing: it puts the last full run's tables into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ from tools.tinymodels import build_model
 
 NAME = "ab_ttft_restart"
 CAPACITY_GIB = 2
-TABLES = {
-    Path("docs/benchmarks.md"): FOLDER / f"{NAME}.md",
-    Path("README.md"): FOLDER / f"{NAME}_times.md",
-}
+DOCUMENT = Path("docs/benchmarks.md")
+TABLE = FOLDER / f"{NAME}.md"
 
 
 def main() -> int:
@@ -86,13 +83,11 @@ def main() -> int:
     found = results.summarise(run.measured)
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{NAME}_samples.json").write_bytes(msgspec.json.encode(run.measured))
-    contents = results.render(found, text), results.render_times(found)
-    for path, content in zip(TABLES.values(), contents, strict=True):
-        path.write_text(content, encoding="utf-8")
+    TABLE.write_text(results.render(found, text), encoding="utf-8")
     report = Report(NAME, notes=[text])
     report.rows += results.rows(found, run.measured)
     report.finish()
-    _say(f"tables in {FOLDER}/{NAME}.md, servers' logs in {setup.work}/")
+    _say(f"tables in {TABLE}, servers' logs in {setup.work}/")
     return 0
 
 
@@ -137,12 +132,12 @@ def _present(arm: Arm) -> bool:
 
 def _update_docs() -> int:
     try:
-        if conditions.PARTIAL_MARK in (FOLDER / f"{NAME}.md").read_text(encoding="utf-8"):
+        content = TABLE.read_text(encoding="utf-8")
+        if conditions.PARTIAL_MARK in content:
             raise ValueError("the last run was not a full one of all arms")
-        for document, content in TABLES.items():
-            markdown.update(document, NAME, content.read_text(encoding="utf-8"))
+        markdown.update(DOCUMENT, NAME, content)
     except (OSError, ValueError) as error:
-        _say(f"documents not updated: {error}")
+        _say(f"{DOCUMENT} not updated: {error}")
         return 1
     return 0
 

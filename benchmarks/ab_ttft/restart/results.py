@@ -117,8 +117,7 @@ def _of_length(result: LengthResult) -> Iterator[Row]:
         yield exact_row(f"hits from the page cache, {at}", arm, count, "", 0)
 
 
-def render_times(results: Sequence[LengthResult]) -> str:
-    """The table for README."""
+def _times(results: Sequence[LengthResult]) -> str:
     arms = [arm for arm in (Arm.OURS_DISK, *DISK_PEERS) if any(arm in r.hit for r in results)]
     header = ["prompt tokens", "computed again", *(arm.label for arm in arms), "floor"]
     lines = [
@@ -139,7 +138,7 @@ def render(results: Sequence[LengthResult], conditions: str) -> str:
         for result in results
     ]
     ratios = f"{_RATIOS_TITLE}\n\n{table(header, lines)}"
-    return f"{render_times(results)}\n{ratios}\n\n{conditions}\n"
+    return f"{_times(results)}\n{ratios}\n\n{conditions}\n"
 
 
 def _by_prompt(samples: Iterator[Sample]) -> dict[int, float]:

@@ -171,7 +171,7 @@ def test_a_signal_ends_the_servers_and_reports_what_is_done(
 def documented() -> list[list[str]]:
     """The commands that the documents and the examples show."""
     found = []
-    for path in (ROOT / "docs" / "bench.md", ROOT / "README.md"):
+    for path in (ROOT / "docs" / "bench.md", ROOT / "docs" / "benchmarks.md", ROOT / "README.md"):
         text = path.read_text().replace("\\\n", " ")
         found += re.findall(r"^(?:\$ )?vllm-tiered-kv (bench ab .*)$", text, re.MULTILINE)
     return [shlex.split(line, comments=True) for line in found]

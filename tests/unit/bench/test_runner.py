@@ -326,6 +326,16 @@ def test_a_server_that_does_not_start(
     assert gone([each.pid for each in started])
 
 
+@pytest.mark.parametrize("command", [(sys.executable, "-c", "raise SystemExit(3)"), ("/dev/null",)])
+def test_what_an_arm_needs_is_said_where_it_does_not_start(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    arm = Arm(name="a", needs="a GPU", processes=(Process(command=command),))
+    said = r"arm 'a' needs a GPU: .*(status 3|not a command)"
+    with pytest.raises(BenchError, match=said), running(arm, experiment((arm,)), tmp_path):
+        pass
+
+
 def test_a_server_that_is_lost_ends_the_run_with_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

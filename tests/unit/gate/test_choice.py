@@ -3,53 +3,85 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_tiered_kv.gate import Choice, Gate, GateMode, Option, Question, Reason, Work
-from vllm_tiered_kv.gate.choice import AS_GOOD, decide, forced, kinks
+from vllm_tiered_kv.gate.choice import AS_GOOD, decide, ends_to_try, forced, kinks
 from vllm_tiered_kv.gate.prefill import Curve
 
 CHUNK = 16
 RATE = st.one_of(st.just(0.0), st.floats(1e-7, 1.0))
-CURVES = st.builds(Curve, RATE, RATE, st.floats(0, 1e-3), st.integers(1, 2000))
-SOURCE = st.tuples(RATE, RATE, st.integers(0, 60))
-"""Seconds before the first token comes, seconds a token, chunks."""
+ANY_CURVE = st.builds(Curve, RATE, RATE, st.floats(0, 1e-3), st.integers(1, 2000))
 
 
+def times(unit: float) -> st.SearchStrategy[float]:
+    """Of one size, so that any choice may be the best."""
+    return st.integers(0, 40).map(lambda count: count * unit)
+
+
+STEP, TOKEN, PAIR = times(2e-3), times(1e-5), times(1e-9)
+CURVES = st.one_of(st.builds(Curve, STEP, TOKEN, PAIR, st.integers(16, 500)), ANY_CURVE)
+ENDS = st.one_of(
+    st.integers(0, 60).map(lambda chunks: [True] * chunks),
+    st.lists(st.booleans(), max_size=60),
+)
+"""For each chunk whether a load can stop behind it: with windows or states not behind each."""
+EXTRA = st.one_of(st.floats(0.1, 0.9), st.floats(-1, 2), st.just(1e9))
+"""What a token more costs than computing it, in shares of a step that is full. From 0 to 1 loading
+pays just so long as it saves a step."""
+SOURCE = st.tuples(st.one_of(st.just(0.0), STEP, RATE), EXTRA, ENDS)
+"""Seconds before the first token comes, what a token costs, ends."""
+TAIL = st.tuples(st.one_of(st.just(0.0), TOKEN), st.integers(1, 10))
+"""Seconds of a chunk in layers with windows or states, and how many chunks of a hit they need."""
+
+
+@settings(max_examples=2000, deadline=None)
 @given(
     curve=CURVES,
     start=st.integers(0, 100),
     rest=st.integers(1, 40),
-    fixed=RATE,
+    fixed=st.one_of(st.just(0.0), STEP, RATE),
     sources=st.tuples(SOURCE, SOURCE),
+    tail=TAIL,
 )
 def test_no_end_is_better(
     curve: Curve,
     start: int,
     rest: int,
     fixed: float,
-    sources: tuple[tuple[float, float, int], tuple[float, float, int]],
+    sources: tuple[tuple[float, float, list[bool]], tuple[float, float, list[bool]]],
+    tail: tuple[float, int],
 ) -> None:
     first = start // CHUNK
-    (_, near_token, near), (far_latency, far_token, far) = sources
-    total = near + far
+    (_, near_extra, near), (far_latency, far_extra, far) = sources
+    near_token, far_token = (
+        max(0.0, curve.token + extra * curve.step / curve.budget)
+        for extra in (near_extra, far_extra)
+    )
+    total = len(near) + len(far)
     prompt = max(start, (first + total) * CHUNK) + rest
+    ends = [n for n, is_end in enumerate([*near, *far], 1) if is_end]
+    here = [n for n in ends if n <= len(near)]
+    beyond = ends[len(here) :]
+    known = here[-1] if here else 0
+
+    def moved(chunks: int, token: float) -> float:
+        return chunks * CHUNK * token + min(chunks, tail[1]) * tail[0]
 
     def load(chunks: int) -> float:
-        seconds = fixed + chunks * CHUNK * near_token  # all passes through the nearer one
-        if chunks > near:
-            seconds += far_latency + (chunks - near) * CHUNK * far_token
+        seconds = fixed + moved(chunks, near_token)  # all passes through the nearer one
+        if chunks > known:
+            seconds += far_latency + moved(chunks - known, far_token)
         return seconds
 
-    every = {n: load(n) + curve.seconds((first + n) * CHUNK, prompt) for n in range(1, total + 1)}
-    every = {n: seconds for n, seconds in every.items() if (first + n) * CHUNK > start}
+    every = {n: load(n) + curve.seconds((first + n) * CHUNK, prompt) for n in ends}
     best = min([*every.values(), curve.seconds(start, prompt)])
 
-    looked_at = {near, total, *(t // CHUNK - first for t in kinks(prompt, curve.budget, CHUNK))}
-    options = [
-        Option((first + n) * CHUNK, load(n), n > near) for n in sorted(looked_at & set(every))
-    ]
+    below, above = (token // CHUNK - first for token in kinks(prompt, curve.budget, CHUNK))
+    looked_at = ends_to_try(here, 0, below, above) + ends_to_try(beyond, known, below, above)
+    options = [Option((first + n) * CHUNK, load(n), n > known) for n in looked_at]
+    assert len(options) <= 6
     decision = decide(Question(start, prompt, tuple(options)), curve)
     assert decision.total is not None
     assert decision.total <= (1 + AS_GOOD) * best * (1 + 1e-9) + 1e-12
@@ -60,7 +92,7 @@ def test_no_end_is_better(
             )
 
 
-@given(CURVES, st.integers(0, 500), st.integers(1, 500), st.integers(1, 500))
+@given(ANY_CURVE, st.integers(0, 500), st.integers(1, 500), st.integers(1, 500))
 def test_pieces_of_a_recompute_add_up(curve: Curve, start: int, a: int, b: int) -> None:
     free = Curve(0.0, curve.token, curve.pair, curve.budget)
     whole = free.seconds(start, start + a + b)

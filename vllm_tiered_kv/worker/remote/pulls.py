@@ -46,7 +46,7 @@ from vllm_tiered_kv.worker.remote.plan import (
 )
 from vllm_tiered_kv.worker.remote.puller import Part, Puller
 
-_WORSE = (JobStatus.DONE, JobStatus.DROPPED, JobStatus.FAILED)
+_WORSE = (JobStatus.DONE, JobStatus.LATE, JobStatus.DROPPED, JobStatus.FAILED)
 _STATUS = {
     Outcome.DONE: JobStatus.DONE,
     Outcome.FAILED: JobStatus.FAILED,
