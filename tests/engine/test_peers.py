@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine._handover import alone, wait
 from tests.engine._server import (
     BLOCK_TOKENS,
     Pool,
@@ -23,7 +24,6 @@ from tests.engine._server import (
     prompt,
     stored,
 )
-from tests.engine.test_handover import alone, wait
 from vllm_tiered_kv.remote import keys
 
 pytest.importorskip("nixl")

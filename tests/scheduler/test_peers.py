@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: F401, F811 - a fixture is imported
 """One engine reads chunks out of another one's CPU tier: every number of them, or a recompute."""
 
 from __future__ import annotations
@@ -10,15 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.scheduler.handover import LEASE, Engine, Fleet, wait, wait_held
 from tests.scheduler.sim import BLOCK, prompt
-from tests.scheduler.test_handover import (
-    LEASE,
-    Engine,
-    Fleet,
-    fleet,
-    wait,
-    wait_held,
-)
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.gate import Work
 from vllm_tiered_kv.gate.mode import GateMode

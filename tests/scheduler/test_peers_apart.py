@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: F401, F811 - a fixture is imported
 """Engines that ask each other for chunks over NIXL, and what becomes of it when one is gone."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.scheduler import test_handover
+from tests.scheduler import handover
+from tests.scheduler.handover import Engine, Fleet, wait
 from tests.scheduler.lender import Lender
 from tests.scheduler.sim import BLOCK, prompt
-from tests.scheduler.test_handover import Engine, Fleet, fleet, wait
 from tests.scheduler.test_peers import HIT, complete, rests
 from vllm_tiered_kv.remote.finding import MAX_QUIET_SECONDS
 from vllm_tiered_kv.remote.transport import open_transport
@@ -22,7 +21,7 @@ SEEDS = range(8)
 
 @pytest.fixture
 def over_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_handover, "NearTransport", open_transport)
+    monkeypatch.setattr(handover, "NearTransport", open_transport)
 
 
 def asker(fleet: Fleet, port: int) -> Engine:
