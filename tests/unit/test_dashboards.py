@@ -10,6 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models import dashboard as models
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tests import _dashboards as dashboards
@@ -68,10 +71,6 @@ def test_the_dashboard_is_what_the_panels_say() -> None:
 
 def test_grafana_knows_every_field() -> None:
     """By the classes that Grafana publishes, which are made from its own schema (here: 10.1's)."""
-    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
-    from grafana_foundation_sdk.cog.encoder import JSONEncoder
-    from grafana_foundation_sdk.cog.plugins import register_default_plugins
-
     register_default_plugins()  # of panels and queries
     raw = json.loads((dashboards.FOLDER / "dashboard.json").read_text())
     known = json.loads(JSONEncoder().encode(models.Dashboard.from_json(raw)))
