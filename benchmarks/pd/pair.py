@@ -99,7 +99,7 @@ class Pair:
         _, answered = self.producer.exchange(
             completion_body(self._model, prompt, kv_transfer_params=_TO_PRODUCER)
         )
-        if not answered:
+        if not answered.get("do_remote_prefill"):
             raise BenchmarkFailed(f"{self.arm.label}: the producer hands nothing over")
         params = consumer_params(self.arm, answered)
         return completion_body(self._model, prompt, kv_transfer_params=params)
