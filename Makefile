@@ -55,6 +55,7 @@ bench: venv ## the quick benchmarks
 	@$(BIN)/python -m benchmarks.ab_ttft.restart --quick
 	@$(BIN)/python -m benchmarks.store_cost --quick
 	@$(BIN)/python -m benchmarks.pd.raw --quick
+	@$(BIN)/python -m benchmarks.pd --quick
 
 contract: venv ## compare a vLLM release with what we need: VERSION=0.33.0 or WHEEL=file
 	@$(BIN)/python -m tools.contract compare $(if $(WHEEL),--wheel '$(WHEEL)',--version '$(VERSION)')

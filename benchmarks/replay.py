@@ -215,7 +215,10 @@ def make_loads(trace: Path | None, *, quick: bool) -> list[Load]:
     """
     part = QUICK if quick else 1
     if trace is not None:
-        return [Load(trace.name, list(read_trace(trace)))]
+        own = Load(trace.name, list(read_trace(trace)))
+        if not own.blocks:
+            raise TraceError(f"{trace} holds no requests with blocks")
+        return [own]
     conversations = list(read_trace(TRACE))
     loads = [Load("conversations", conversations[: len(conversations) // part])]
     for name, count in REQUESTS.items():

@@ -22,11 +22,12 @@ from vllm_tiered_kv.contract import check
 from vllm_tiered_kv.geometry import Geometry, GroupGeometry, plan_geometry
 from vllm_tiered_kv.policies import Eviction
 from vllm_tiered_kv.remote.agent import RemoteAgent
-from vllm_tiered_kv.remote.assembly import heads_by_group, introduce, open_agent
-from vllm_tiered_kv.remote.options import RemoteOptions, parse_address
+from vllm_tiered_kv.remote.assembly import heads_by_group, introduce, listen_address, open_agent
+from vllm_tiered_kv.remote.options import Handoff, RemoteOptions
 from vllm_tiered_kv.remote.pages import contents_of
 from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
+from vllm_tiered_kv.scheduler.handing import HandingOptions
 from vllm_tiered_kv.scheduler.remote import RemoteParts
 from vllm_tiered_kv.startup import NamespaceTask, announce, warn_about_memory, warn_about_policy
 from vllm_tiered_kv.tiers.disk.entries import MAX_GROUPS, MAX_RANKS
@@ -86,7 +87,8 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         agent = open_disk(options.disk, geometry, num_slots, ranks, share)
     remote = None
     if options.remote is not None:
-        remote = open_agent(vllm_config, options.remote, geometry, ranks)
+        lendable = num_slots if options.cpu is not None else 0
+        remote = open_agent(vllm_config, options.remote, geometry, ranks, lendable)
     task = NamespaceTask(
         vllm_config,
         kv_cache_config,
@@ -97,7 +99,8 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     announce(options, geometry, num_slots, ranks, task.first_words())
     parts = None
     if remote is not None and options.remote is not None:
-        parts = _remote_parts(vllm_config, options.remote, remote, task)
+        handing = _handing(options, options.remote, sends=remote.settings.sends)
+        parts = _remote_parts(vllm_config, options.remote, remote, task, handing)
     return SchedulerHalf(settings, _endpoint(), on_shutdown=task.close, agent=agent, remote=parts)
 
 
@@ -124,19 +127,40 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
     )
 
 
+def _handing(options: Options, remote: RemoteOptions, *, sends: bool) -> HandingOptions:
+    """What hand-overs are served from.
+
+    Raises:
+        ConfigError: from slots, and there are none to speak of.
+    """
+    handoff = remote.handoff
+    if options.cpu is None and handoff is Handoff.AUTO:
+        handoff = Handoff.DEVICE
+    if sends and handoff is Handoff.CPU and options.cpu is None and options.disk is None:
+        raise ConfigError(
+            "remote.handoff: 'cpu' needs slots in host memory: give cpu.capacity, or leave it out"
+        )
+    return HandingOptions(handoff, remote.verify)
+
+
 def _remote_parts(
-    vllm_config: VllmConfig, options: RemoteOptions, agent: RemoteAgent, task: NamespaceTask
+    vllm_config: VllmConfig,
+    options: RemoteOptions,
+    agent: RemoteAgent,
+    task: NamespaceTask,
+    handing: HandingOptions,
 ) -> RemoteParts:
     layout = task.layout
     if layout is None:
         agent.close("how its pages lie cannot be told")
     return RemoteParts(
         agent,
-        parse_address(options.listen).host,
+        listen_address(options).host,
         compat.engine_id(vllm_config),
         compat.tensor_parallel_size(vllm_config),
         options.deadline,
         contents_of(layout) if layout is not None else "",
+        handing,
     )
 
 

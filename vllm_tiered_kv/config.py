@@ -198,7 +198,7 @@ def check_folder(folder: FolderOptions, prefix: str = "") -> None:
     Raises:
         ConfigError: naming the key and the value.
     """
-    if not Path(folder.path).is_absolute() or "\0" in folder.path:
+    if not Path(folder.path).is_absolute() or "\0" in folder.path or not _is_text(folder.path):
         raise ConfigError(f"{prefix}path: {folder.path!r} must be an absolute path")
     if not 0 < folder.high_water <= 1:
         raise ConfigError(
@@ -213,6 +213,11 @@ def check_folder(folder: FolderOptions, prefix: str = "") -> None:
         raise ConfigError(
             f"{prefix}io_deadline: {folder.io_deadline!r} must be from 0.1 to 3600 seconds"
         )
+
+
+def _is_text(value: str) -> bool:
+    """Whether it is valid Unicode: JSON can hold halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _check_disk(disk: DiskOptions) -> None:

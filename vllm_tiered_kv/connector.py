@@ -145,8 +145,8 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # What is handed over is held by references of our own: the request itself is over.
-        return False, self._scheduler.finished(request, block_ids)
+        handed = self._scheduler.finished(request, block_ids)
+        return (handed.waits, handed.params) if handed is not None else (False, None)
 
     def take_events(self) -> Iterable[Any]:
         return self._scheduler.take_events()
@@ -194,11 +194,14 @@ class TieredKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type:
         outcome: LoadOutcome = self._worker.take_loads(idle=plan is not None and plan.idle)
         self._bad_blocks = outcome.bad_blocks
         return compat.KVConnectorTransferResults(
-            finished_recving=outcome.finished, failed_recving=outcome.failed
+            finished_sending=outcome.sent,
+            finished_recving=outcome.finished,
+            failed_recving=outcome.failed,
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self.get_transfer_results(finished_req_ids).finished_recving
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad, self._bad_blocks = self._bad_blocks, set()

@@ -37,7 +37,9 @@ class Metric(msgspec.Struct, frozen=True):
 
 TIERS = ("cpu", "disk")
 PEER = "peer"
-"""Another engine's memory."""
+"""Another engine's memory, of a prompt that it handed over."""
+PEER_CPU = "peer_cpu"
+"""Another engine's CPU tier."""
 DIRECTIONS = ("store", "load")
 EVENTS = ("stored", "loaded", "evicted", "dropped", "failed")
 RESULTS = ("hit", "miss", "wait", "skipped", "refused")
@@ -75,6 +77,7 @@ KINDS = (
     "remote_key",
     "remote_lease",
     "remote_leases",
+    "remote_lends_nothing",
     "remote_limit",
     "remote_message",
     "remote_not_ready",
@@ -89,8 +92,10 @@ KINDS = (
     "remote_rebuilt",
     "remote_semantic",
     "remote_shutdown",
+    "remote_slots",
     "remote_ticket",
     "remote_unanswered",
+    "remote_verify",
     "remote_version",
     "report",
     "store",
@@ -107,27 +112,28 @@ HIT_TOKENS = Metric(
     "hit_tokens",
     ("tier",),
     "Tokens loaded from the tier, counted when they have arrived in device blocks.",
-    tuple((tier,) for tier in (*TIERS, PEER)),
+    tuple((tier,) for tier in (*TIERS, PEER, PEER_CPU)),
 )
 BYTES = Metric(
     "bytes",
     ("direction", "tier"),
     "Bytes moved, over all ranks: cpu, between device and host memory; disk, between host memory "
-    "and files; peer, from another engine's memory.",
-    (*itertools.product(DIRECTIONS, TIERS), ("load", PEER)),
+    "and files; peer, what another engine handed over; peer_cpu, from another engine's CPU tier "
+    "into this one's.",
+    (*itertools.product(DIRECTIONS, TIERS), ("load", PEER), ("load", PEER_CPU)),
 )
 SECONDS = Metric(
     "seconds",
     ("direction", "tier"),
     "Seconds that moving these bytes took, each time of the slowest rank. Copies overlap: bytes by "
     "seconds is the speed of one of them, not of the tier.",
-    (*itertools.product(DIRECTIONS, TIERS), ("load", PEER)),
+    (*itertools.product(DIRECTIONS, TIERS), ("load", PEER), ("load", PEER_CPU)),
 )
 CHUNKS = Metric(
     "chunks",
     ("event", "tier"),
     "Chunks: stored, loaded, evicted, dropped (not stored), failed.",
-    tuple(itertools.product(EVENTS, TIERS)),
+    (*itertools.product(EVENTS, TIERS), ("loaded", PEER_CPU), ("failed", PEER_CPU)),
 )
 FAILURES = Metric(
     "failures", ("kind",), "What went wrong, by kind.", tuple((kind,) for kind in KINDS)
@@ -135,8 +141,9 @@ FAILURES = Metric(
 HANDOFFS = Metric(
     "handoffs",
     ("event",),
-    "Prompts handed over: offered (by this engine), pulled (by this engine), failed (pulls).",
-    (("offered",), ("pulled",), ("failed",)),
+    "Prompts handed over: offered (by this engine); early, those of them that are read from slots, "
+    "so that their device blocks were free at once; pulled (by this engine), failed (pulls).",
+    (("offered",), ("early",), ("pulled",), ("failed",)),
 )
 HOOK_SECONDS = Metric(
     "hook_seconds",
@@ -178,23 +185,27 @@ GATE_REGRET = Metric(
     (("all",), ("part",), ("none",)),
 )
 GATE_PROBES = Metric(
-    "gate_probes", ("tier",), "Background reads that measure a tier nobody uses.", (("disk",),)
+    "gate_probes",
+    ("tier",),
+    "Background reads that measure a tier nobody uses.",
+    (("disk",), (PEER_CPU,)),
 )
 GATE_GIVEN_UP = Metric(
     "gate_given_up",
     ("tier",),
-    "Loads (cpu) and waits for files (disk) whose rest was given up because a tier fell behind.",
-    tuple((tier,) for tier in TIERS),
+    "Loads (cpu), and waits for files (disk) and for other engines' chunks (peer_cpu), whose rest "
+    "was given up because a tier fell behind.",
+    tuple((tier,) for tier in (*TIERS, PEER_CPU)),
 )
 GATE = (GATE_DECISIONS, GATE_SECONDS, GATE_REGRET, GATE_PROBES, GATE_GIVEN_UP)
-SOURCES = ("none", "device", *TIERS, PEER, "failed")
+SOURCES = ("none", "device", *TIERS, PEER_CPU, PEER, "failed")
 FIRST_TOKEN = Metric(
     "time_to_first_token_seconds",
     ("source",),
     "Seconds from a request's arrival at the scheduler to its first token, without the front end's "
     "share, by the furthest place that a part of its prompt came from when it began to run: none "
-    "(all of it computed), device (a prefix cache that is not ours), cpu, disk, peer (another "
-    "engine's memory); failed: a load did not arrive.",
+    "(all of it computed), device (a prefix cache that is not ours), cpu, disk, peer_cpu (another "
+    "engine's CPU tier), peer (handed over by another engine); failed: a load did not arrive.",
     tuple((source,) for source in SOURCES),
     (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0),
 )
@@ -229,7 +240,9 @@ USAGE = Metric(
 IN_FLIGHT = Metric(
     "jobs_in_flight",
     ("direction",),
-    "Jobs not yet finished: store, load (device), write, read (disk).",
+    "Jobs not yet finished: store, load (device), write, read (disk), peer_read (chunks from other "
+    "engines); and slots that these may be reading here (lent), hand-overs that are not free yet "
+    "(lease), reads that were given up and may still write (quarantine).",
 )
 DEGRADED = Metric(
     "degraded",

@@ -13,7 +13,8 @@ import enum
 import msgspec
 
 from vllm_tiered_kv.remote.handoff import PeerMemory
-from vllm_tiered_kv.remote.memory import RankLayout
+from vllm_tiered_kv.remote.memory import Place, RankLayout
+from vllm_tiered_kv.remote.messages import Sums
 from vllm_tiered_kv.remote.transport import Endpoint
 
 MAX_RESULTS = 4096
@@ -88,9 +89,35 @@ class PullJob(msgspec.Struct, frozen=True, array_like=True):
     local: tuple[tuple[int, ...], ...]
     """Device blocks that are written, by KV cache group."""
     remote: tuple[tuple[int, ...], ...]
-    """The peer's blocks they are read from, as many in each group."""
+    """The peer's blocks, or slots, that they are read from, by group."""
     deadline: float
     """Seconds this may take."""
+    place: Place = Place.PAGES
+    """What the numbers in :attr:`remote` are of."""
+    start: int = 0
+    """Tokens of the prompt before :attr:`local`."""
+    skip: int = 0
+    """Tokens at the head of :attr:`remote` that are not read."""
+    sums: Sums = ()
+    """The peer's checksums of all of the prompt, to be compared; none: nothing is."""
+
+
+class SumJob(msgspec.Struct, frozen=True, array_like=True):
+    """Make checksums of what is handed over."""
+
+    lease: int
+    tokens: int
+    place: Place
+    tables: tuple[tuple[int, ...], ...]
+    """Blocks, or slots, by KV cache group, from the prompt's first token on."""
+
+
+class RankSums(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's checksums of a hand-over."""
+
+    lease: int
+    groups: tuple[bytes, ...]
+    """By KV cache group, see `worker.remote.checksums`."""
 
 
 class LoadJob(msgspec.Struct, frozen=True, array_like=True):
@@ -108,6 +135,20 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     worth: float | None = None
     """Seconds of the recompute that it replaces. What has not begun after ``deadline`` is given up
     if it would take longer than computing it. None: a load that has begun is finished."""
+
+
+class SlotRead(msgspec.Struct, frozen=True, array_like=True):
+    """Read slots of a peer into ours."""
+
+    job: int
+    engine: str
+    """The peer's incarnation; a plan has said where its memory is."""
+    local: tuple[tuple[int, ...], ...]
+    """Slots that are written, by KV cache group."""
+    remote: tuple[tuple[int, ...], ...]
+    """The peer's slots they are read from, as many in each group."""
+    deadline: float
+    """Seconds this may take."""
 
 
 class RemoteSetup(msgspec.Struct, frozen=True, array_like=True):
@@ -162,6 +203,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Other engines' memory, before the first pull from it."""
     gone: tuple[str, ...] = ()
     """Engines that are not read from any more."""
+    sums: tuple[SumJob, ...] = ()
+    sent: tuple[str, ...] = ()
+    """Requests that vLLM is to be told of: their blocks are not needed any more."""
+    reads: tuple[SlotRead, ...] = ()
+    uncalled: tuple[int, ...] = ()
+    """Reads of slots that nobody waits for any more."""
 
 
 class PullResult(msgspec.Struct, frozen=True, array_like=True):
@@ -173,6 +220,14 @@ class PullResult(msgspec.Struct, frozen=True, array_like=True):
     """When; by the monotonic clock of the host."""
     may_write: bool
     """It was given up, and its device blocks may still be written."""
+
+
+class SlotReadEnd(msgspec.Struct, frozen=True, array_like=True):
+    """How one :class:`SlotRead` ended on one rank."""
+
+    job: int
+    status: JobStatus
+    result: PullResult
 
 
 class JobResult(msgspec.Struct, frozen=True, array_like=True):
@@ -204,7 +259,9 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     endpoint: Endpoint | None = None
     """How peers can read them; said with the layout, where they may."""
     settled: tuple[int, ...] = ()
-    """Load jobs that were given up and can write no more."""
+    """Loads, and reads of slots, that were given up and can write no more."""
+    sums: tuple[RankSums, ...] = ()
+    reads: tuple[SlotReadEnd, ...] = ()
 
 
 _encoder = msgspec.msgpack.Encoder()

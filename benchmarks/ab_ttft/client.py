@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import http.client
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,18 +33,24 @@ class Answer(msgspec.Struct, frozen=True):
     """Prompt tokens not computed, by the server's own account."""
 
 
-def completion_body(model: str, prompt: Sequence[int], tokens: int = 1) -> bytes:
+def completion_body(
+    model: str,
+    prompt: Sequence[int],
+    tokens: int = 1,
+    kv_transfer_params: Mapping[str, Any] | None = None,
+) -> bytes:
     """The request for so many tokens after ``prompt``, encoded before the clock runs."""
-    return msgspec.json.encode(
-        {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "add_special_tokens": False,
-        }
-    )
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "add_special_tokens": False,
+    }
+    if kv_transfer_params is not None:
+        body["kv_transfer_params"] = kv_transfer_params
+    return msgspec.json.encode(body)
 
 
 class Connection:
@@ -67,12 +73,18 @@ class Connection:
         Raises:
             BenchmarkFailed: the server refused it.
         """
+        return self.exchange(body)[0]
+
+    def exchange(self, body: bytes) -> tuple[Answer, dict[str, Any]]:
+        """The same, and what the answer's ``kv_transfer_params`` are; empty where it has none."""
         started = time.perf_counter()
         content = self._send("POST", "/v1/completions", body)
         seconds = time.perf_counter() - started
-        usage: dict[str, Any] = msgspec.json.decode(content)["usage"]
+        answer: dict[str, Any] = msgspec.json.decode(content)
+        usage = answer["usage"]
         details = usage.get("prompt_tokens_details") or {}
-        return Answer(seconds, usage["prompt_tokens"], details.get("cached_tokens") or 0)
+        found = Answer(seconds, usage["prompt_tokens"], details.get("cached_tokens") or 0)
+        return found, answer.get("kv_transfer_params") or {}
 
     def get(self, path: str) -> bytes:
         return self._send("GET", path)

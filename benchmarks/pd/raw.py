@@ -63,10 +63,12 @@ SHAPES = (Shape(128 * KIB, 8, 128), Shape(64 * KIB, 32, 16))
 LENGTHS = (4_000, 8_000, 16_000)
 
 
-def choose(shape: Shape, tokens: int, rng: np.random.Generator) -> Pages:
+def choose(
+    shape: Shape, tokens: int, rng: np.random.Generator, buffer_bytes: int = BUFFER_BYTES
+) -> Pages:
     """Pages of a prompt, layer by layer, in blocks anywhere on both sides."""
     count = -(-tokens // shape.block_tokens)
-    blocks = BUFFER_BYTES // (shape.page * shape.layers)
+    blocks = buffer_bytes // (shape.page * shape.layers)
     layers = np.arange(shape.layers, dtype=np.int64)[:, None] * (blocks * shape.page)
     here, there = (rng.permutation(blocks)[:count] * shape.page for _ in range(2))
     local, remote = (layers + here).ravel(), (layers + there).ravel()
@@ -164,7 +166,7 @@ class Memcpy:
     def copy(self, nbytes: int, rng: np.random.Generator) -> float:
         """Seconds."""
         each = nbytes // self._threads
-        room = BUFFER_BYTES - nbytes
+        room = self._target.nbytes - nbytes
         source = self._source.ctypes.data + int(rng.integers(0, room)) // 4096 * 4096
         target = self._target.ctypes.data + int(rng.integers(0, room)) // 4096 * 4096
         works = (

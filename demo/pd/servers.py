@@ -114,7 +114,8 @@ def _wait_ready(producer: Client) -> None:
         answer = httpx.post(
             f"{producer.url}/v1/completions", json=body, timeout=60.0, trust_env=False
         )
-        if answer.is_success and answer.json().get("kv_transfer_params"):
+        params = answer.json().get("kv_transfer_params") if answer.is_success else None
+        if params and params["do_remote_prefill"]:
             return
         time.sleep(0.1)
     raise TimeoutError("the prefill server hands nothing over")

@@ -71,7 +71,11 @@ class Pool:
         while self._running:
             self._running.popitem()[1].close()
 
-    def get(
+    def get(self, variant: str = "llama-tiny", **options: Any) -> Client:
+        """The client of :meth:`running`'s server."""
+        return self.running(variant, **options).client
+
+    def running(
         self,
         variant: str = "llama-tiny",
         *,
@@ -82,8 +86,8 @@ class Pool:
         dtype: Dtype = "float32",
         model_seed: int = 0,
         kv_transfer_config: Mapping[str, Any] | None = None,
-    ) -> Client:
-        """The client of a server with just these arguments, started if there is none.
+    ) -> Running:
+        """A server with just these arguments, started if there is none.
 
         Its caches hold what other tests left there: use prompts of your own.
 
@@ -115,7 +119,7 @@ class Pool:
                 self._running.popitem(last=False)[1].close()
             found = self._start(spec)
         self._running[spec] = found
-        return found.client
+        return found
 
     @contextlib.contextmanager
     def private(self, variant: str = "llama-tiny", **options: Any) -> Iterator[Running]:

@@ -155,12 +155,15 @@ def test_three_kills(servers: Pool, tmp_path: Path) -> None:
 def test_two_ranks_and_a_damaged_file_of_one(servers: Pool, tmp_path: Path) -> None:
     root = tmp_path / "kv"
     tokens = prompt("two ranks", 1000)
-    args = ["--tensor-parallel-size=2"]
-    with servers.private(extra_config=options(root), args=args) as running:
+    ranks = {
+        "args": ["--tensor-parallel-size=2"],
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},  # or vLLM wants a NUMA node for each
+    }
+    with servers.private(extra_config=options(root), **ranks) as running:
         want = cold(running.client, tokens, max_tokens=8)
         running.client.complete(tokens, max_tokens=8)
         wait_for_files(root, 14)
-    with servers.private(extra_config=options(root), args=args) as running:
+    with servers.private(extra_config=options(root), **ranks) as running:
         client = running.client
         wait_for_scan(running)
         (rank,) = root.glob("*/r1")

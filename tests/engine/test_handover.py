@@ -4,12 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
-import os
-import signal
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,132 +11,28 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.engine._server import (
-    BLOCK_TOKENS,
-    Pool,
-    Running,
-    assert_same_output,
-    flushed,
-    prompt,
-    stored,
+from tests.engine._handover import (
+    IN_FLIGHT,
+    Pair,
+    alone,
+    decode,
+    fresh,
+    handed_over,
+    settled,
+    wait,
 )
+from tests.engine._server import BLOCK_TOKENS, assert_same_output, flushed, stored
 from tools.serving import Client, Completion
 from tools.serving.router import PrefillRouter
-from vllm_tiered_kv.remote import keys
 
 pytest.importorskip("nixl")
-
-TO_PRODUCER = {"do_remote_decode": True, "do_remote_prefill": False}
-LEASE = 5.0
-_seeds = itertools.count()
-
-
-def config(role: str, key: Path) -> dict[str, Any]:
-    return {
-        "kv_connector": "TieredKVConnector",
-        "kv_role": role,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "gate": "always",
-            "cpu": {"capacity": "64MiB"},
-            "remote": {
-                "listen": "127.0.0.1:0",
-                "key_file": str(key),
-                "lease": LEASE,
-                "deadline": 5.0,
-            },
-        },
-    }
-
-
-class Pair:
-    """A producer, a consumer, and what a router between them does."""
-
-    def __init__(self, producer: Running, consumer: Running) -> None:
-        self.producer = producer
-        self.consumer = consumer
-
-    def prefill(self, tokens: list[int], **body: Any) -> dict[str, Any]:
-        """What the producer answers, as a router passes it on."""
-        return prefill(self.producer.client, tokens, **body)
-
-    def pulled(self) -> float:
-        return self.consumer.client.metrics().value("vllm:tiered_kv_hit_tokens_total", tier="peer")
-
-    def failures(self) -> dict[str, float]:
-        return {
-            sample.labels["kind"]: sample.value
-            for sample in self.consumer.client.metrics()
-            if sample.name == "vllm:tiered_kv_failures_total" and sample.value
-        }
-
-
-def prefill(client: Client, tokens: list[int], **body: Any) -> dict[str, Any]:
-    request = {
-        "prompt": tokens,
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "kv_transfer_params": TO_PRODUCER,
-        **body,
-    }
-    answer = httpx.post(f"{client.url}/v1/completions", json=request, timeout=60, trust_env=False)
-    answer.raise_for_status()
-    params: dict[str, Any] = answer.json()["kv_transfer_params"]
-    return params
-
-
-def fresh(tokens: int) -> list[int]:
-    return prompt(f"handed over {next(_seeds)}", tokens)
-
-
-def alone(client: Client, tokens: list[int], count: int = 8) -> Completion:
-    """What an engine says that computes it all."""
-    return client.complete(tokens, max_tokens=count, cache_salt=f"alone {next(_seeds)}")
-
-
-@pytest.fixture(scope="module")
-def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("keys")
-    path = folder / "fleet.key"
-    keys.write(path, keys.generate())
-    return path
-
-
-@pytest.fixture(scope="module")
-def start(servers: Pool, key: Path) -> Callable[..., Any]:
-    def one(role: str, **options: Any) -> Any:
-        return servers.private(kv_transfer_config=config(role, key), **options)
-
-    return one
-
-
-@pytest.fixture(scope="module")
-def pair(start: Callable[..., Any]) -> Iterator[Pair]:
-    with start("kv_producer") as producer, start("kv_consumer") as consumer:
-        for running in (producer, consumer):
-            running.client.complete([9, 8, 9], max_tokens=1)  # ranks come with a first step
-        wait(lambda: "handoff" in json.dumps(_try(producer.client)), "the producer is not ready")
-        yield Pair(producer, consumer)
-
-
-def _try(client: Client) -> Any:
-    with contextlib.suppress(httpx.HTTPError, KeyError):
-        return prefill(client, fresh(5))
-    return None
-
-
-def wait(done: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("tokens", [3, BLOCK_TOKENS, 700, 3000])
 def test_the_same_answer_as_from_one_engine(pair: Pair, tokens: int) -> None:
     text = fresh(tokens)
     before = pair.pulled()
-    got = pair.consumer.client.complete(text, max_tokens=8, kv_transfer_params=pair.prefill(text))
+    got = decode(pair.consumer.client, text, pair.prefill(text))
     assert pair.pulled() - before == tokens
     assert_same_output(alone(pair.consumer.client, text), got)
     assert_same_output(alone(pair.producer.client, text), got)
@@ -166,30 +56,93 @@ def test_through_the_router(pair: Pair, tmp_path: Path) -> None:
 def test_a_second_turn_pulls_only_what_is_new(pair: Pair) -> None:
     consumer = pair.consumer.client
     first = fresh(8 * BLOCK_TOKENS)
-    consumer.complete(first, max_tokens=2, kv_transfer_params=pair.prefill(first))
+    decode(consumer, first, pair.prefill(first), 2)
     stored(consumer)
     assert flushed(consumer)
     second = [*first, *fresh(3 * BLOCK_TOKENS + 7)]
     before = pair.pulled()
-    got = consumer.complete(second, max_tokens=8, kv_transfer_params=pair.prefill(second))
+    got = decode(consumer, second, pair.prefill(second))
     assert pair.pulled() - before == 3 * BLOCK_TOKENS + 7
     assert_same_output(alone(consumer, second), got)
+
+
+def test_what_the_consumer_has_is_not_pulled(pair: Pair) -> None:
+    text = fresh(4 * BLOCK_TOKENS + 1)
+    handed_over(pair.producer.client, pair.consumer.client, text)
+    before = pair.pulled()
+    got = decode(pair.consumer.client, text, pair.prefill(text))
+    assert pair.pulled() == before
+    assert_same_output(alone(pair.consumer.client, text), got)
+    settled(pair.producer.client)
+
+
+def test_a_prefill_that_a_stop_ends(pair: Pair) -> None:
+    text = fresh(300)
+    first = alone(pair.producer.client, text).token_ids[0]
+    params = pair.prefill(text, max_tokens=16, stop_token_ids=[first])
+    before = pair.pulled()
+    got = decode(pair.consumer.client, text, params)
+    assert pair.pulled() - before == len(text)
+    assert_same_output(alone(pair.consumer.client, text), got)
+
+
+def test_two_answers_to_one_prompt_read_it_once(pair: Pair) -> None:
+    text = fresh(5 * BLOCK_TOKENS + 9)
+    before, failed = pair.pulled(), pair.failures()
+    with pair.held.reads(), ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(two_answers, pair.consumer.client, text, pair.prefill(text))
+        pair.held.wait_reached()
+        pair.held.go_on()
+        got = coming.result()
+    assert pair.pulled() - before == len(text) + 9  # the other one reads the last block
+    assert pair.failures() == failed
+    assert got == two_answers(pair.consumer.client, text, None, cache_salt="alone, twice")
+    settled(pair.producer.client, pair.consumer.client)
+
+
+def two_answers(client: Client, text: list[int], params: Any, **body: Any) -> list[str]:
+    request = {
+        "prompt": text,
+        "max_tokens": 6,
+        "n": 2,
+        "seed": 5,
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "kv_transfer_params": params,
+        **body,
+    }
+    answer = httpx.post(f"{client.url}/v1/completions", json=request, timeout=60, trust_env=False)
+    answer.raise_for_status()
+    return [choice["text"] for choice in answer.json()["choices"]]
+
+
+def test_a_salt_is_part_of_what_is_handed_over(pair: Pair) -> None:
+    text = fresh(300)
+    consumer = pair.consumer.client
+    before, failed = pair.pulled(), pair.failures()
+    params = pair.prefill(text, cache_salt="mine")
+    got = consumer.complete(text, max_tokens=8, cache_salt="yours", kv_transfer_params=params)
+    assert pair.pulled() == before
+    assert pair.failures() - failed == {"remote_proof": 1}
+    params = pair.prefill(text, cache_salt="mine")
+    again = consumer.complete(text, max_tokens=8, cache_salt="mine", kv_transfer_params=params)
+    assert pair.pulled() - before == len(text)
+    assert_same_output(got, again)
 
 
 def test_many_at_once(pair: Pair) -> None:
     texts = [fresh(300 + 17 * i) for i in range(24)]
 
     def one(text: list[int]) -> Completion:
-        params = pair.prefill(text)
-        return pair.consumer.client.complete(text, max_tokens=4, kv_transfer_params=params)
+        return decode(pair.consumer.client, text, pair.prefill(text), 4)
 
-    before = pair.pulled()
+    before, failed = pair.pulled(), pair.failures()
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(one, texts))
     assert pair.pulled() - before == sum(map(len, texts))
     for text, completion in zip(texts[::6], got[::6], strict=True):
         assert_same_output(alone(pair.consumer.client, text, 4), completion)
-    assert pair.failures() == {}
+    assert pair.failures() == failed
 
 
 def test_the_producers_blocks_come_back(pair: Pair) -> None:
@@ -199,31 +152,7 @@ def test_the_producers_blocks_come_back(pair: Pair) -> None:
 
     def are_back() -> bool:
         producer.complete([9, 8, 9], max_tokens=1)
-        return producer.metrics().value("vllm:tiered_kv_jobs_in_flight", direction="lease") == 0
+        return producer.metrics().value(IN_FLIGHT, direction="lease") == 0
 
     wait(are_back, "leases do not end")
     assert producer.reset_prefix_cache()
-
-
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_producer_that_is_gone(
-    pair: Pair, start: Callable[..., Any], sign: signal.Signals
-) -> None:
-    text = fresh(700)
-    with start("kv_producer") as other:
-        other.client.complete([9, 8, 9], max_tokens=1)
-        wait(lambda: "handoff" in json.dumps(_try(other.client)), "the producer is not ready")
-        params = prefill(other.client, text)
-        group = other.server.pid
-        os.killpg(group, sign)
-        try:
-            got = pair.consumer.client.complete(text, max_tokens=8, kv_transfer_params=params)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGCONT)
-    assert_same_output(alone(pair.consumer.client, text), got)
-    assert pair.failures().keys() <= {"remote_unanswered", "remote_quiet"}
-    again = fresh(300)
-    before = pair.pulled()
-    pair.consumer.client.complete(again, max_tokens=2, kv_transfer_params=pair.prefill(again))
-    assert pair.pulled() - before == 300

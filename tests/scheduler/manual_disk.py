@@ -53,7 +53,9 @@ class ManualKeeper(Keeper):
         self._root, self._files, self._tell = root, Files(), tell
         self._leftovers = Leftovers()
         self._looked_at_owners = False
-        self._since_ns = time.time_ns()
+        self._since_ns = self._scanned_ns = time.time_ns()
+        self._marks: set[int] = set()
+        self._identity = None
         self._inherited = False
         self._closing = False
         self._close_by = math.inf

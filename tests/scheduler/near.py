@@ -37,6 +37,8 @@ class NearTransport:
         self.is_held = False
         self.is_broken = False
         """Reads fail."""
+        self.damages = False
+        """What arrives is not what was sent: one bit of it."""
         self.held: list[Read] = []
         """Begun, and not ended."""
         self.lost: list[Read] = []
@@ -123,3 +125,5 @@ class NearTransport:
     def _copy(self, read: Read) -> None:
         for here, there, nbytes in zip(read.local, read.remote, read.nbytes, strict=True):
             ctypes.memmove(int(here), int(there), int(nbytes))
+        if self.damages:
+            ctypes.c_ubyte.from_address(int(read.local[-1])).value ^= 1

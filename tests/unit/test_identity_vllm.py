@@ -123,6 +123,8 @@ def usual(model) -> identity.Namespace:
         ({"prefix_caching_hash_algo": "sha256_cbor"}, True, False),
         ({"enable_lora": True}, True, False),
         ({"model_impl": "vllm"}, True, False),
+        ({"linear_backend": "marlin"}, True, False),
+        ({"moe_backend": "triton"}, True, False),
         ({"block_size": 64}, False, True),
         # What says nothing about the bytes
         ({"max_model_len": 1024}, False, False),
@@ -348,6 +350,7 @@ def test_options_are_spelled_as_vllm_spells_them(model):
     from vllm.config import (
         AttentionConfig,
         CacheConfig,
+        KernelConfig,
         LoRAConfig,
         ModelConfig,
         MultiModalConfig,
@@ -358,6 +361,7 @@ def test_options_are_spelled_as_vllm_spells_them(model):
         (ModelConfig, options.MODEL),
         (CacheConfig, options.CACHE | options.STATES),
         (AttentionConfig, options.ATTENTION),
+        (KernelConfig, frozenset(options.KERNELS)),
         (MultiModalConfig, options.MULTIMODAL),
         (LoRAConfig, options.LORA),
         (SpeculativeConfig, frozenset(options.DRAFT_OPTIONS)),

@@ -68,3 +68,17 @@ print(KVConnectorFactory.get_connector_class_by_name("TieredKVConnector").__modu
     # vLLM's own log lines may come in between
     lines = [line for line in run(code).splitlines() if " " not in line]
     assert lines[-2:] == ["lazy", "vllm_tiered_kv.connector"]
+
+
+def test_a_name_that_dynamo_knows() -> None:
+    code = """
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+config = KVTransferConfig(
+    kv_connector="NixlConnector",
+    kv_connector_module_path="vllm_tiered_kv.integrations.dynamo",
+    kv_role="kv_producer",
+)
+print(KVConnectorFactory.get_connector_class(config).__name__)
+"""
+    assert "TieredKVConnector" in run(code).splitlines()  # beside vLLM's own log lines

@@ -145,6 +145,25 @@ def test_a_loads_result_travels_in_the_step_that_tells_vllm(rank: Rank) -> None:
     raise AssertionError("the load did not end")
 
 
+def test_a_step_without_work_waits_but_not_for_what_has_ended(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.store()
+    rank.go.clear()
+    rank.entered.clear()
+    rank.step(loads=(rank.load_job((0, 6)),))
+    assert rank.entered.wait(20)
+    waits: list[float] = []
+    monkeypatch.setattr(rank.half._copy_ended, "wait", waits.append)
+    rank.step(idle=True)
+    assert waits == [module.IDLE_WAIT]
+    rank.half._wake_idle()  # a peer's read ends between two steps
+    rank.step(idle=True)
+    assert len(waits) == 1
+    rank.step(idle=True)
+    assert len(waits) == 2
+
+
 def test_a_fenced_store_is_dropped_and_the_step_does_not_wait_for_it(rank: Rank) -> None:
     rank.go.clear()
     rank.step(stores=(StoreJob(1, (BlockCopy(0, 0, 0, (2, 5)),)),))

@@ -182,3 +182,13 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
+
+
+def free_ports(count: int) -> int:
+    """The first of so many loopback ports in a row that nothing listens on now."""
+    while True:
+        first = free_port()
+        with contextlib.ExitStack() as taken, contextlib.suppress(OSError, OverflowError):
+            for port in range(first, first + count):
+                taken.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first

@@ -36,6 +36,17 @@ MODEL_VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "max_position_embeddings": 8192,
     },
+    # One KV head, which every tensor-parallel rank holds.
+    "llama-mqa-tiny": {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+    },
     # Five sliding layers to one full: several KV cache groups.
     "gemma3-tiny": {
         "model_type": "gemma3_text",

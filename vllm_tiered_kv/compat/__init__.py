@@ -13,6 +13,7 @@ from vllm_tiered_kv.compat.accepted import VERDICT
 from vllm_tiered_kv.compat.blocks import (
     claim,
     device_cache,
+    free_blocks,
     handed_over_states,
     is_free,
     is_unused,
@@ -144,6 +145,7 @@ __all__ = [
     "event_groups",
     "event_origin",
     "find_adapters",
+    "free_blocks",
     "handed_over_states",
     "has_prefix_caching",
     "hash_seed",

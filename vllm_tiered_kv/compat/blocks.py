@@ -64,9 +64,14 @@ def usable_blocks(pool: BlockPool) -> int:
     return int(pool.num_gpu_blocks) - 1
 
 
+def free_blocks(pool: BlockPool) -> int:
+    """Blocks that nobody holds, those in the prefix cache included."""
+    return int(pool.get_num_free_blocks())
+
+
 def is_unused(pool: BlockPool) -> bool:
     """Whether no request holds a block and no block is in the prefix cache."""
-    free = pool.get_num_free_blocks() == usable_blocks(pool)
+    free = free_blocks(pool) == usable_blocks(pool)
     return free and not len(pool.cached_block_hash_to_block)
 
 

@@ -46,7 +46,7 @@ class Option(msgspec.Struct, frozen=True):
     load: float
     """Seconds until they are."""
     reads: bool = False
-    """Whether anything of it is read from disk."""
+    """Whether anything of it is read from a slow source."""
 
 
 class Question(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from vllm_tiered_kv.gate.regret import Allowance
 COPY_BANDWIDTH = 2e9
 """Bytes a second that slots are copied with at least, where nothing else is known."""
 READ_BANDWIDTH = 2e8
+PEER_BANDWIDTH = 2e8
 PATIENCE = 3.0
 """What has taken so many times what was predicted is late."""
 LEAST_PATIENCE = 0.1
@@ -35,19 +36,29 @@ class Gate:
         """From slots to the device."""
         self.disk = LoadModel(READ_BANDWIDTH, first=2)
         """From files to slots."""
+        self.peers = LoadModel(PEER_BANDWIDTH, first=2)
+        """From other engines' slots to ours."""
         self._allowance = Allowance()
 
-    def decide(self, question: Question, mode: GateMode, *, is_busy: bool) -> Decision:
+    def decide(
+        self,
+        question: Question,
+        mode: GateMode,
+        *,
+        is_busy: bool,
+        slow: LoadModel | None = None,
+    ) -> Decision:
         """Choose for one request.
 
         Args:
+            slow: the source that the options read from; None: none does.
             mode: not ``NEVER``: then there is nothing to ask.
             is_busy: other requests are running.
         """
         curve = self.prefill.curve(is_busy=is_busy)
         if mode is GateMode.ALWAYS:
             return forced(question, Reason.FORCED, curve)
-        if curve is None or not self._knows(question):
+        if curve is None or not self._knows(question, slow):
             return forced(question, Reason.LEARNING, curve)
         return decide(question, curve)
 
@@ -71,11 +82,12 @@ class Gate:
     def curve(self, *, is_busy: bool) -> Curve | None:
         return self.prefill.curve(is_busy=is_busy)
 
-    def _knows(self, question: Question) -> bool:
+    def _knows(self, question: Question, slow: LoadModel | None) -> bool:
         """Whether all has been measured that the options need."""
         if not question.options:
             return True
-        return self.copy.is_known and (self.disk.is_known or not question.options[-1].reads)
+        reads = question.options[-1].reads and slow is not None
+        return self.copy.is_known and (not reads or slow is None or slow.is_known)
 
     def took(self, seconds: float) -> None:
         """A request that was decided on has its first token."""

@@ -153,6 +153,7 @@ def _engine_options(vllm_config: VllmConfig) -> Canonical:
         {
             "additional": hashed() if callable(hashed) else additional,
             "diffusion": getattr(vllm_config, "diffusion_config", None),
+            "kernels": chosen(getattr(vllm_config, "kernel_config", None), options.KERNELS),
             "mamba": _described(mamba, options.MAMBA),
         }
     )

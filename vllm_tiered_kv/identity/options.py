@@ -154,7 +154,6 @@ _ATTENTION_IRRELEVANT = frozenset(
         "sparse_mla_prefill_workspace_factor",
         "tokenspeed_mla_min_split_kv",
         "tq_max_kv_splits_for_cuda_graph",
-        "use_trtllm_attention",
     }
 )
 ATTENTION = BACKEND_CHOICE | _ATTENTION_IRRELEVANT
@@ -205,18 +204,29 @@ METHODS_WITHOUT_KV = frozenset({"medusa", "mlp_speculator", "ngram", "ngram_gpu"
 
 MAMBA = frozenset({"backend", "ssu_algorithm"})
 
+KERNELS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
+"""Options that choose the kernels of quantized layers: not only rounding depends on them. Some
+leave activations as they are that others quantize, and some quantize weights anew."""
+
 NUMBER_VARIABLES = (
     "VLLM_B12X_MOE_FP4_FORCE_A16",
     "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
     "VLLM_FLOAT32_MATMUL_PRECISION",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_MARLIN_INPUT_DTYPE",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_MOE_USE_DEEP_GEMM",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
     "VLLM_ROCM_USE_AITER_FP4BMM",
     "VLLM_ROCM_USE_AITER_FP8BMM",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_USE_DEEP_GEMM",
     "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_XPU_INC_WNA16_BACKEND",
 )
 """Environment variables that quantise something more, or route elsewhere."""
 

@@ -2,7 +2,7 @@
 """What the numbers in a KV cache mean.
 
 Two engines may read each other's KV only if everything here is equal. What can change
-rounding alone is left out: the degree of parallelism, kernels, compilation, batch shapes.
+rounding alone is left out: the degree of parallelism, most kernels, compilation, batch shapes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SemanticIdentity(msgspec.Struct, frozen=True):
     cache_options: Canonical
     """The other cache options that may shape states."""
     engine_options: Canonical
-    """Diffusion, Mamba and platform options."""
+    """Diffusion, Mamba, platform options, and which kernels serve quantized layers."""
     multimodal: Canonical | None
     """How images, video and audio become embeddings; None for a text model."""
     lora: Canonical | None

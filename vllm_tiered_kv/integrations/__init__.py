@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This project's stores inside other caches. Each module needs the package it is named after."""
+"""This project beside others. Each module says which one it is for, and what it needs of it."""

@@ -12,23 +12,29 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.remote.asking import Client
 from vllm_tiered_kv.remote.channel import ControlSockets
+from vllm_tiered_kv.remote.facts import UNTOLD, IdentityFacts
+from vllm_tiered_kv.remote.finding import Finder
 from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory
+from vllm_tiered_kv.remote.inquiry import Inquiry, InquiryState
 from vllm_tiered_kv.remote.leases import LeaseTable
+from vllm_tiered_kv.remote.loans import ChunkLender
 from vllm_tiered_kv.remote.memory import RankLayout
 from vllm_tiered_kv.remote.messages import Identity, RankMemory
+from vllm_tiered_kv.remote.names import Resolver
 from vllm_tiered_kv.remote.options import Address
 from vllm_tiered_kv.remote.serving import Offer, Server
+from vllm_tiered_kv.remote.shelf import Shelf
 from vllm_tiered_kv.remote.ticket import VERSION, Ticket, seal, unseal
 from vllm_tiered_kv.remote.transport import Endpoint
-from vllm_tiered_kv.worker.remote.plan import Refusal, plan_routes
+from vllm_tiered_kv.worker.remote.plan import Refusal, plan_routes, plan_slot_routes
 
 logger = get_logger(__name__)
 
@@ -58,6 +64,10 @@ class RemoteSettings(msgspec.Struct, frozen=True):
     """This engine hands KV over."""
     receives: bool
     """This engine goes on from KV that was handed over."""
+    lends: int = 0
+    """Slots of the CPU tier that peers may hold leases on at once; 0: none are lent."""
+    peers: tuple[Address, ...] = ()
+    """Engines that are asked for chunks; names are looked up."""
 
 
 class RemoteAgent:
@@ -97,11 +107,30 @@ class RemoteAgent:
         self._asleep = False
         self._malformed = self._turned_away = 0
         self._leases = LeaseTable(settings.lease, GRACE, settings.max_leases)
-        self._server = Server(self.engine, settings.ranks, self._leases, clock, self._trouble)
-        self._client = Client(sockets.ask, sockets.hang_up, self._refusal, clock, self._trouble)
+        self.shelf: Shelf[Any] | None = None
+        """What peers may read of the CPU tier; None where nothing is lent."""
+        self._lender: ChunkLender | None = None
+        if settings.lends and sockets.address is not None:
+            self.shelf = Shelf(settings.lends)
+            leases = LeaseTable(settings.lease, GRACE, settings.max_leases)
+            self._lender = ChunkLender(self.shelf, leases, clock)
+        self._server = Server(
+            self.engine, settings.ranks, self._leases, clock, self._trouble, self._lender
+        )
+        self._client = Client(sockets.ask, self._hang_up, self._refusal, clock, self._trouble)
+        self._finder = Finder(
+            self.engine, sockets.ask, self._hang_up, self._slot_refusal, clock, self._trouble
+        )
         self._layouts: dict[int, RankLayout] = {}
+        self._identity: Identity | None = None
+        self._facts = UNTOLD
         self._thread = threading.Thread(target=self._run, name="tiered-kv-remote", daemon=True)
         self._thread.start()
+        self._resolver: Resolver | None = None
+        if settings.peers:
+            self._resolver = Resolver(
+                settings.peers, lambda found: self._insist(self._finder.know, found)
+            )
 
     @property
     def address(self) -> Address | None:
@@ -119,6 +148,11 @@ class RemoteAgent:
     def receives(self) -> bool:
         """Whether hand-overs may be accepted now."""
         return not self._closed and self.settings.receives
+
+    @property
+    def asks(self) -> bool:
+        """Whether peers may be asked for chunks now."""
+        return bool(self.settings.peers) and not self._closed
 
     @property
     def leases(self) -> int:
@@ -141,17 +175,20 @@ class RemoteAgent:
 
     # -- what is wanted: a producer ----------------------------------------------------
 
-    def identify(self, identity: Identity) -> None:
-        """What this engine's KV means is known; any thread."""
-        self._insist(self._server.identify, identity)
-        self._insist(self._client.identify, identity)
+    def identify(self, identity: Identity, facts: IdentityFacts = UNTOLD) -> None:
+        """What this engine's KV means is known, and in words; any thread."""
+        self._insist(self._server.identify, identity, facts)
+        self._insist(self._client.identify, identity, facts)
+        self._insist(self._identified, identity, facts)
 
     def remember(self, layout: RankLayout, endpoint: Endpoint | None) -> None:
         """How a rank's pages lie, and how peers can read them."""
         self._insist(self._learn, layout, endpoint)
 
-    def offer(self, offer: Offer, proof: bytes) -> tuple[Ticket, str] | None:
-        """Hand KV over to who comes with the ticket.
+    def promise(self, tokens: int, proof: bytes) -> tuple[Ticket, str] | None:
+        """Hand the KV of so many tokens over to who comes with the ticket.
+
+        Who comes waits until :meth:`settle` has said where it is.
 
         Returns:
             The ticket, and the same sealed; None if nothing can be handed over now. Else the memory
@@ -166,13 +203,17 @@ class RemoteAgent:
             address.host,
             address.port,
             next(self._numbers),
-            offer.tokens,
+            tokens,
             proof,
         )
-        if not self._say(self._server.offer, ticket.lease, offer):
+        if not self._say(self._server.promise, ticket.lease):
             return None
         self._outstanding += 1
         return ticket, seal(ticket, self.settings.sealing)
+
+    def settle(self, lease: int, offer: Offer) -> None:
+        """What was promised is there."""
+        self._insist(self._server.settle, lease, offer)
 
     # -- what is wanted: a consumer ----------------------------------------------------
 
@@ -192,6 +233,24 @@ class RemoteAgent:
         """It is not wanted any more, and no read of it goes on."""
         self._insist(self._client.release, handoff)
 
+    # -- what is wanted: chunks ----------------------------------------------------------
+
+    def ask(self, keys: Sequence[bytes], content: bytes) -> Inquiry:
+        """Ask all peers who has these chunks; its state tells what comes of it.
+
+        Args:
+            keys: head first.
+            content: what each key ends with.
+        """
+        inquiry = Inquiry(keys, content)
+        if not self.asks or not self._say(self._finder.open, inquiry):
+            inquiry.state = InquiryState.OVER
+        return inquiry
+
+    def give_back(self, inquiry: Inquiry) -> None:
+        """Nothing of it is wanted any more, and no read of it goes on."""
+        self._insist(self._finder.give_back, inquiry)
+
     # -- the end -----------------------------------------------------------------------
 
     def close(self, why: str) -> None:
@@ -201,6 +260,7 @@ class RemoteAgent:
         self._closed = True
         self._insist(self._server.close, why)
         self._insist(self._client.stop, why)
+        self._insist(self._finder.stop)
 
     def revoke(self) -> None:
         """Grant nobody what is offered now: it may be wrong."""
@@ -209,6 +269,8 @@ class RemoteAgent:
     def shutdown(self) -> None:
         """End the thread and close the sockets."""
         self._closed = self._stopping = True
+        if self._resolver is not None:
+            self._resolver.close()
         self._sockets.wake()
         self._thread.join(CLOSE_TIMEOUT)
 
@@ -230,10 +292,16 @@ class RemoteAgent:
         next_tick = self.clock() + TICK
         while not self._stopping:
             try:
-                self._turn(next_tick)
-                if self.clock() >= next_tick:
-                    next_tick = self.clock() + TICK
+                due = self._finder.due
+                self._turn(next_tick if due is None else min(next_tick, due))
+                now = self.clock()
+                if due is not None and now >= due:
+                    self._finder.tick()
+                if now >= next_tick:
+                    next_tick = now + TICK
                     self._client.tick()
+                    self._finder.tick()
+                    self._server.expire()
                     self._look_at_sockets()
             except Exception:  # noqa: BLE001 - see _do
                 self._note_bug()
@@ -251,10 +319,13 @@ class RemoteAgent:
         for peer, data in heard.asks:
             self._do(self._serve, peer, data)
         for address, data in heard.answers:
-            self._do(self._client.heard, address, data)
+            self._do(self._hear, address, data)
         self._freed.extend(self._server.take_freed())
-        gone, self._client.gone = self._client.gone, []
-        self._gone.extend(gone)
+        for peer, answer in self._server.take_late():
+            self._do(self._reply, peer, answer)
+        for side in (self._client, self._finder):
+            gone, side.gone = side.gone, []
+            self._gone.extend(gone)
         self._ready = self._server.is_ready
 
     def _obey(self) -> None:
@@ -263,8 +334,19 @@ class RemoteAgent:
 
     def _learn(self, layout: RankLayout, endpoint: Endpoint | None) -> None:
         self._layouts[layout.rank] = layout
+        self._greet_peers()
         if endpoint is not None:
             self._server.remember(RankMemory(layout.rank, endpoint, layout))
+
+    def _identified(self, identity: Identity, facts: IdentityFacts) -> None:
+        self._identity, self._facts = identity, facts
+        self._greet_peers()
+
+    def _greet_peers(self) -> None:
+        """Once all is known that a peer's memory is held against."""
+        whole = len(self._layouts) == self.settings.ranks
+        if self._identity is not None and whole and not self._closed:
+            self._finder.identify(self._identity, self._facts)
 
     def _refusal(self, memory: PeerMemory) -> str | None:
         """Why a producer's pages cannot be read into ours; None if they can, as far as is known."""
@@ -276,12 +358,34 @@ class RemoteAgent:
             return str(error)
         return None
 
+    def _slot_refusal(self, memory: PeerMemory) -> str | None:
+        """Why a peer's slots cannot be read into ours; None if they can."""
+        layouts = [rank.layout for rank in memory.ranks]
+        try:
+            for layout in self._layouts.values():
+                plan_slot_routes(layout, layouts)
+        except Refusal as error:
+            return str(error)
+        return None
+
+    def _hear(self, address: Address, data: bytes) -> None:
+        if not self._finder.heard(address, data):
+            self._client.heard(address, data)
+
+    def _hang_up(self, address: Address) -> None:
+        """One of the two that talk to a peer has no more to say."""
+        if address not in self._client and address not in self._finder:
+            self._sockets.hang_up(address)
+
     def _serve(self, peer: bytes, data: bytes) -> None:
         answer = self._server.answer(peer, data)
         if answer is not None:
-            self._sockets.reply(peer, answer)
+            self._reply(peer, answer)
 
-    def _do(self, call: Callable[..., None], *args: object) -> None:
+    def _reply(self, peer: bytes, answer: bytes) -> None:
+        self._sockets.reply(peer, answer)
+
+    def _do(self, call: Callable[..., object], *args: object) -> None:
         try:
             call(*args)
         except Exception:  # noqa: BLE001 - the channel must not end, or lose what comes next

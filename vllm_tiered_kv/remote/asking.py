@@ -12,10 +12,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from vllm_tiered_kv.remote import handoff as handoffs
+from vllm_tiered_kv.remote.facts import UNTOLD, Facts, IdentityFacts, differences
 from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory, State
 from vllm_tiered_kv.remote.messages import (
     MAX_HOLDS,
     Ask,
+    Coming,
     Granted,
     Hello,
     Hold,
@@ -35,7 +37,9 @@ from vllm_tiered_kv.remote.messages import (
 from vllm_tiered_kv.remote.options import MAX_PEERS, Address
 
 ASK_SECONDS = 2.0
-"""For an answer."""
+"""For an answer ..."""
+COMING_SECONDS = 6.0
+"""... and for the one that is said to come."""
 QUIET_SECONDS = 0.5
 """A producer that does not answer is left alone for so long, twice as long each time ..."""
 MAX_QUIET_SECONDS = 30.0
@@ -108,6 +112,7 @@ class Client:
         self._clock = clock
         self._count = count
         self._identity: Identity | None = None
+        self._facts = UNTOLD
         self._why = "this engine's weights are still being digested"
         self._peers: dict[Address, _Peer] = {}
         self._late: OrderedDict[tuple[Address, int], tuple[str, Hold]] = OrderedDict()
@@ -118,9 +123,14 @@ class Client:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def identify(self, identity: Identity) -> None:
+    def __contains__(self, address: Address) -> bool:
+        """Whether this producer is talked to."""
+        return address in self._peers
+
+    def identify(self, identity: Identity, facts: IdentityFacts = UNTOLD) -> None:
         """What our KV means is known now."""
         self._identity = identity
+        self._facts = facts
 
     def stop(self, why: str) -> None:
         """Ask for nothing any more. Who holds something releases it when no read goes on."""
@@ -189,6 +199,11 @@ class Client:
             return
         if isinstance(answer, Refused) and answer.reason is Reason.VERSION:
             self._refuse_all(peer, "remote_version", f"{address}: {answer.sentence}")
+            return
+        if isinstance(answer, Coming):
+            coming = peer.questions.get(answer.number)
+            if coming is not None and coming.handoff is not None:
+                coming.deadline = coming.sent + COMING_SECONDS
             return
         question = peer.questions.pop(answer.number, None)
         if question is None:
@@ -293,7 +308,7 @@ class Client:
         self._greet(peer, question.engine, now)
 
     def _allow(self, handoff: Handoff, answer: Granted, memory: PeerMemory) -> None:
-        handoff.granted = handoffs.Granted(answer.blocks, memory)
+        handoff.granted = handoffs.Granted(answer.blocks, memory, answer.place, answer.sums)
         handoff.state = State.GRANTED
 
     def _renewed(self, peer: _Peer, question: _Question, answer: Renewed) -> None:
@@ -323,6 +338,8 @@ class Client:
     def _refused(self, peer: _Peer, question: _Question, answer: Refused) -> None:
         kind = f"remote_{answer.reason.value.replace(' ', '_')}"
         sentence = f"{peer.address}: {answer.sentence}"
+        if differing := differences(answer.facts, self._facts_for(answer.reason)):
+            sentence += f"; they differ in: {differing}"
         if question.handoff is not None:
             self._end(question.handoff, kind, sentence)
         for handoff in list((question.held or {}).values()):
@@ -330,11 +347,17 @@ class Client:
         if question.is_hello:
             self._end_awaiting(peer, question.engine, kind, sentence)
 
+    def _facts_for(self, reason: Reason) -> Facts:
+        if reason is Reason.SEMANTIC:
+            return self._facts.semantic
+        return self._facts.pages if reason is Reason.PAGES else ()
+
     def _failed(self, peer: _Peer, question: _Question, now: float) -> None:
         """A question was not answered in time, or could not be asked."""
-        peer.failures += 1
-        quiet = min(MAX_QUIET_SECONDS, QUIET_SECONDS * 2 ** min(peer.failures, 16))
-        peer.quiet_until = now + quiet
+        if now >= peer.quiet_until:  # else other questions of the same time failed as well
+            peer.failures += 1
+            quiet = min(MAX_QUIET_SECONDS, QUIET_SECONDS * 2 ** min(peer.failures, 16))
+            peer.quiet_until = now + quiet
         sentence = (
             f"{peer.address} does not answer: it is not there, is stopped, or has another key"
         )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,11 @@ from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.remote import keys
 from vllm_tiered_kv.remote.agent import RemoteAgent, RemoteSettings
 from vllm_tiered_kv.remote.channel import ControlSockets
+from vllm_tiered_kv.remote.facts import IdentityFacts, facts_of
 from vllm_tiered_kv.remote.memory import Heads, heads_of_rank
 from vllm_tiered_kv.remote.messages import MAX_GROUPS, MAX_RANKS, Identity
-from vllm_tiered_kv.remote.options import Handoff, RemoteOptions, parse_address
-from vllm_tiered_kv.remote.pages import contents_of
+from vllm_tiered_kv.remote.options import Address, RemoteOptions, parse_address, parse_listen
+from vllm_tiered_kv.remote.pages import contents_of, page_contents
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import KVCacheConfig, VllmConfig
@@ -29,10 +31,25 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
+LEND_SHARE = 0.25
+"""Share of the CPU tier's slots that peers may hold leases on at once."""
+
+
 def open_agent(
-    vllm_config: VllmConfig, options: RemoteOptions, geometry: Geometry, ranks: int
+    vllm_config: VllmConfig,
+    options: RemoteOptions,
+    geometry: Geometry,
+    ranks: int,
+    lendable: int = 0,
 ) -> RemoteAgent:
     """The control channel of this engine, listening.
+
+    Args:
+        vllm_config: vLLM's.
+        options: the user's.
+        geometry: the cut.
+        ranks: of this engine.
+        lendable: slots of its CPU tier.
 
     Raises:
         ConfigError: hand-overs cannot be had; says why.
@@ -43,31 +60,75 @@ def open_agent(
     except keys.KeyFileError as error:
         raise ConfigError(f"remote.key_file: {error}") from None
     sends, receives = compat.is_producer(vllm_config), compat.is_consumer(vllm_config)
-    address = parse_address(options.listen)
+    address = listen_address(options)
     if address.port:
         port = address.port + compat.engine_index(vllm_config)
         address = msgspec.structs.replace(address, port=port)
-    try:
-        sockets = ControlSockets(key, address if sends else None)
-    except (zmq.ZMQError, OSError) as error:
-        raise ConfigError(f"remote.listen: cannot listen at {address}: {error}") from None
+    peers, lends = options.peers or (), 0
+    if options.peers is not None and lendable:
+        lends = max(len(geometry.groups), int(LEND_SHARE * lendable))
+    sockets = _listen(key, address, must=sends, may=lends > 0)
     settings = RemoteSettings(
-        ranks, options.lease, options.max_leases, key.sealing, sends=sends, receives=receives
+        ranks,
+        options.lease,
+        options.max_leases,
+        key.sealing,
+        sends=sends,
+        receives=receives,
+        lends=lends,
+        peers=tuple(parse_address(peer) for peer in peers),
     )
     what = "sends and receives" if sends and receives else "sends" if sends else "receives"
     logger.info(
-        "tiered-kv: hand-overs between engines: %s; control channel: %s; key: %s",
+        "tiered-kv: hand-overs between engines: %s; chunks: %s, asks %s; control channel: %s; "
+        "key: %s",
         what,
+        "lends" if lends and sockets.address is not None else "lends none",
+        ", ".join(peers) or "nobody",
         sockets.address or "none (nobody fetches from here)",
         key.fingerprint,
     )
     return RemoteAgent(settings, sockets)
 
 
+def _listen(key: keys.FleetKey, address: Address, *, must: bool, may: bool) -> ControlSockets:
+    """The control channel, listening if peers have a reason to come.
+
+    Raises:
+        ConfigError: it must listen, and cannot.
+    """
+    try:
+        return ControlSockets(key, address if must or may else None)
+    except (zmq.ZMQError, OSError) as error:
+        if must:
+            raise ConfigError(f"remote.listen: cannot listen at {address}: {error}") from None
+        logger.warning(
+            "tiered-kv: remote.listen: cannot listen at %s: %s; no chunks are lent to peers",
+            address,
+            error,
+        )
+    return ControlSockets(key, None)
+
+
+def listen_address(options: RemoteOptions) -> Address:
+    """Where peers reach this engine, before its index is added.
+
+    Raises:
+        ConfigError: nowhere.
+    """
+    host_ip = os.environ.get("VLLM_HOST_IP", "")
+    try:
+        return parse_listen(options.listen, host_ip)
+    except ValueError as error:
+        raise ConfigError(f"remote.listen: {options.listen!r}: {error}") from None
+
+
 def introduce(agent: RemoteAgent, namespace: Namespace) -> None:
     """Tell the agent what this engine's KV means, now that it is known; any thread."""
     if namespace.persistent:
-        agent.identify(Identity(namespace.semantic_digest, contents_of(namespace.layout)))
+        identity = Identity(namespace.semantic_digest, contents_of(namespace.layout))
+        contents = page_contents(namespace.layout)
+        agent.identify(identity, IdentityFacts(facts_of(namespace.semantic), facts_of(contents)))
         return
     why = f"no other engine can tell what its KV means: {namespace.reason}"
     logger.warning("tiered-kv: this engine hands nothing over and takes nothing: %s", why)
@@ -100,13 +161,11 @@ def _check(vllm_config: VllmConfig, options: RemoteOptions, geometry: Geometry, 
     Raises:
         ConfigError: the message says why.
     """
-    for key, value, asked in (
-        ("handoff", "cpu", options.handoff is Handoff.CPU),
-        ("peers", list(options.peers), bool(options.peers)),
-        ("verify", True, options.verify),
-    ):
-        if asked:
-            raise ConfigError(f"remote.{key}: {value!r} is not built yet; leave it out")
+    if options.verify and not compat.is_cpu():
+        raise ConfigError(
+            "remote.verify: checksums are made of KV in host memory, and this engine has it on a "
+            "device; leave it out"
+        )
     if not geometry.keeps_all:
         raise ConfigError(
             "remote: a model with sliding windows or recurrent states cannot be handed over yet; "

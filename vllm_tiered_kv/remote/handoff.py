@@ -7,7 +7,8 @@ import enum
 
 import msgspec
 
-from vllm_tiered_kv.remote.messages import Hold, RankMemory
+from vllm_tiered_kv.remote.memory import Place
+from vllm_tiered_kv.remote.messages import Hold, RankMemory, Sums
 from vllm_tiered_kv.remote.options import Address
 from vllm_tiered_kv.remote.ticket import Ticket
 
@@ -27,6 +28,18 @@ class Granted(msgspec.Struct, frozen=True):
     blocks: tuple[tuple[int, ...], ...]
     """The producer's, by KV cache group, from the first token on."""
     memory: PeerMemory
+    place: Place = Place.PAGES
+    """What the numbers in :attr:`blocks` are of."""
+    sums: Sums = ()
+
+    @property
+    def block_tokens(self) -> tuple[int, ...]:
+        """The tokens of each of :attr:`blocks`, by KV cache group; empty where that is not told."""
+        layout = self.memory.ranks[0].layout
+        if self.place is Place.PAGES:
+            return tuple(group.block_tokens for group in layout.groups)
+        slots = layout.slots
+        return tuple(group.block_tokens for group in slots.groups) if slots is not None else ()
 
 
 class State(enum.Enum):

@@ -7,12 +7,14 @@ outermost axis, each head's bytes are one run, and an engine with other tensor p
 just the heads that it needs. Tokens inside an entry are never told apart: some kernels don't keep
 them in order.
 
-A *strip* is one layer's entries: block `b` lies at `address + b * stride`. Where blocks lie in
-slots of a host pool the same is said with a stride of 1 and byte offsets for block numbers.
+A *strip* is one layer's entries. In the KV cache, block `b` lies at `address + b * stride`. In the
+slots of the host pool a chunk's blocks lie one after the other, each as the image of its pages in
+all layers: block `i` of the chunk in slot `s` lies at `address + s * stride + i * step`.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 import msgspec
@@ -21,9 +23,16 @@ from vllm_tiered_kv.remote.transport import Address
 
 MAX_STRIPS = 4096
 MAX_LAYOUT_GROUPS = 64
-SLOT_STRIDE = 1
 
 Small = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Stride = Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
+
+
+class Place(enum.Enum):
+    """Where a prompt's KV lies on every rank."""
+
+    PAGES = "pages"  # of the KV cache, by block number
+    SLOTS = "slots"  # of the host pool, by slot number, a chunk each
 
 
 class Strip(msgspec.Struct, frozen=True, array_like=True):
@@ -31,12 +40,14 @@ class Strip(msgspec.Struct, frozen=True, array_like=True):
 
     layer: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     address: Address
-    """Of block 0."""
-    stride: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
-    """Bytes from block to block; `SLOT_STRIDE` where blocks are given as byte offsets."""
+    """Of block 0, or of the first block in slot 0."""
+    stride: Stride
+    """Bytes from block to block, or from slot to slot."""
     entry_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     splits: bool
     """Whether each head's bytes are one run, heads one after the other."""
+    step: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
+    """Bytes from block to block within a slot; 0 in the KV cache."""
 
 
 class Heads(msgspec.Struct, frozen=True, array_like=True):
@@ -57,10 +68,27 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
     entries: Small
     """Entries of a block, one after the other."""
     num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
-    """Block numbers end before this; with slots, byte offsets do."""
+    """Block numbers end before this, or slot numbers."""
     heads: Heads
     strips: Annotated[tuple[Strip, ...], msgspec.Meta(max_length=MAX_STRIPS)]
     """Of the layers on this rank; layers that share memory have one each."""
+    per_slot: Small = 1
+    """Blocks in a slot; 1 in the KV cache."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, or of a slot."""
+        return self.entry_tokens * self.entries * self.per_slot
+
+
+class SlotLayout(msgspec.Struct, frozen=True, array_like=True):
+    """The host pool of one rank."""
+
+    address: Address
+    """Of slot 0."""
+    slot_bytes: Stride
+    groups: Annotated[tuple[GroupLayout, ...], msgspec.Meta(max_length=MAX_LAYOUT_GROUPS)]
+    """The KV cache groups as they lie there; a slot holds one group's part of one chunk."""
 
 
 class RankLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -68,6 +96,9 @@ class RankLayout(msgspec.Struct, frozen=True, array_like=True):
 
     rank: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
     groups: Annotated[tuple[GroupLayout, ...], msgspec.Meta(max_length=MAX_LAYOUT_GROUPS)]
+    """In the KV cache."""
+    slots: SlotLayout | None = None
+    """The same in its host pool; None where peers can't read that."""
 
 
 def heads_of_rank(total: int, tensor_parallel: int, rank: int) -> Heads:

@@ -3,6 +3,9 @@
 
 One byte of version, then MessagePack. A consumer asks, a producer answers; an answer bears its
 question's number. Everything is bounded: what is larger, or of another version, is not parsed.
+
+Two conversations: about a prompt that was handed over (from :class:`Hello` on), and about chunks
+that an engine may have in its CPU tier (from :class:`Meet` on).
 """
 
 from __future__ import annotations
@@ -12,25 +15,46 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from vllm_tiered_kv.remote.memory import RankLayout
+from vllm_tiered_kv.remote.facts import Facts
+from vllm_tiered_kv.remote.memory import Place, RankLayout
 from vllm_tiered_kv.remote.ticket import Count, Incarnation
 from vllm_tiered_kv.remote.transport import Endpoint
 
-VERSION = 1
+VERSION = 2
 MAX_ASK_BYTES = 1 << 16
 MAX_ANSWER_BYTES = 1 << 24
 MAX_RANKS = 64
 MAX_GROUPS = 16
 MAX_BLOCKS = 1 << 20
 """Of one hand-over in one KV cache group."""
+MAX_SUMS = 1 << 22
+"""Bytes of one hand-over's checksums in one KV cache group on one rank."""
 MAX_HOLDS = 256
 """Leases in one message."""
+MAX_KEYS = 1792
+"""Chunks in one question: of the longest block hashes so many fit in :data:`MAX_ASK_BYTES`."""
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 Holder = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
-_Sentence = Annotated[str, msgspec.Meta(max_length=1000)]
+BlockHash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=32)]
+Content = Annotated[bytes, msgspec.Meta(max_length=64)]
+MAX_SENTENCE = 1000
+_Sentence = Annotated[str, msgspec.Meta(max_length=MAX_SENTENCE)]
+
+
+Sums = Annotated[
+    tuple[
+        Annotated[
+            tuple[Annotated[bytes, msgspec.Meta(max_length=MAX_SUMS)], ...],
+            msgspec.Meta(max_length=MAX_GROUPS),
+        ],
+        ...,
+    ],
+    msgspec.Meta(max_length=MAX_RANKS),
+]
+"""Checksums, by rank and KV cache group, see `worker.remote.checksums`; none: there are none."""
 
 
 class MessageError(ValueError):
@@ -105,6 +129,34 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag="release"):
     holds: Holds
 
 
+class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
+    """Who are you, and where is your memory? I may ask you for chunks."""
+
+    number: Count
+    asker: Incarnation
+    identity: Identity
+
+
+class Find(msgspec.Struct, frozen=True, array_like=True, tag="find"):
+    """Which of these chunks of a prompt have you, from the first on? I want to read them."""
+
+    number: Count
+    engine: Incarnation
+    """Who is meant."""
+    holder: Holder
+    content: Content
+    """What every chunk's key ends with: a digest of LoRA weights, or nothing."""
+    hashes: Annotated[tuple[BlockHash, ...], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
+    """What each chunk's key begins with: the hash of its last block, head first."""
+
+
+class Return(msgspec.Struct, frozen=True, array_like=True, tag="return"):
+    """I read the chunks of these leases no more, nor does any read of mine go on. Not answered."""
+
+    engine: Incarnation
+    holds: Holds
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """Our memory."""
 
@@ -126,7 +178,15 @@ class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
         tuple[Annotated[tuple[Block, ...], msgspec.Meta(max_length=MAX_BLOCKS)], ...],
         msgspec.Meta(min_length=1, max_length=MAX_GROUPS),
     ]
-    """By KV cache group, from the prompt's first token on."""
+    """By KV cache group, from the prompt's first token on; slots, if that is the place."""
+    place: Place = Place.PAGES
+    sums: Sums = ()
+
+
+class Coming(msgspec.Struct, frozen=True, array_like=True, tag="coming"):
+    """It is being got ready; the question will be answered."""
+
+    number: Count
 
 
 class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
@@ -135,6 +195,31 @@ class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
     number: Count
     seconds: Seconds
     holds: Annotated[tuple[Hold, ...], msgspec.Meta(max_length=MAX_HOLDS)]
+
+
+class Met(msgspec.Struct, frozen=True, array_like=True, tag="met"):
+    """Who we are, and our memory."""
+
+    number: Count
+    engine: Incarnation
+    generation: Count
+    ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+class Found(msgspec.Struct, frozen=True, array_like=True, tag="found"):
+    """Read these, for so many seconds from when you asked."""
+
+    number: Count
+    lease: Count
+    """Of no meaning where there are no slots."""
+    seconds: Seconds
+    generation: Count
+    """Of the memory that the slots are in."""
+    slots: Annotated[
+        tuple[Annotated[tuple[Block, ...], msgspec.Meta(max_length=MAX_KEYS)], ...],
+        msgspec.Meta(max_length=MAX_GROUPS),
+    ]
+    """By KV cache group, of the chunks that are here, from the first on; empty where none is."""
 
 
 class Reason(enum.Enum):
@@ -147,6 +232,8 @@ class Reason(enum.Enum):
     NOT_READY = "not ready"
     LEASE = "lease"  # over, or never there
     LIMIT = "limit"
+    SELF = "self"  # who asks is who is asked
+    LENDS_NOTHING = "lends nothing"  # it has no CPU tier
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -156,10 +243,12 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     reason: Reason
     sentence: _Sentence
     """For a log."""
+    facts: Facts = ()
+    """What the identity is made of that differs, ours."""
 
 
-Ask = Hello | Take | Renew | Release
-Answer = Welcome | Granted | Renewed | Refused
+Ask = Hello | Take | Renew | Release | Meet | Find | Return
+Answer = Welcome | Granted | Coming | Renewed | Met | Found | Refused
 
 T = TypeVar("T")
 

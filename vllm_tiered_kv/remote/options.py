@@ -43,16 +43,19 @@ class RemoteOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hand-over between engines."""
 
     listen: str
-    """``host:port`` of this engine's control channel, as peers reach it. With data parallelism each
-    engine adds its index to the port. Port 0: any that is free."""
+    """``host:port`` of this engine's control channel, as peers reach it; ``:port``: at vLLM's
+    ``VLLM_HOST_IP``. With data parallelism each engine adds its index to the port. Port 0: any that
+    is free."""
     key_file: str
     """The fleet's key; absolute. See ``vllm-tiered-kv keygen``."""
     handoff: Handoff = Handoff.AUTO
     """What hand-overs are served from."""
-    peers: tuple[str, ...] = ()
-    """``host:port`` of engines that may be asked for chunks."""
+    peers: tuple[str, ...] | None = None
+    """``host:port`` of engines that may be asked for chunks. None: nobody is asked and nothing is
+    lent; an engine that names none lends to others."""
     verify: bool = False
-    """Compare a checksum of what was handed over."""
+    """A producer makes checksums of what it hands over; a consumer takes nothing without them, and
+    compares them before it goes on."""
     lease: float = 30.0
     """Seconds a hand-over is kept for a consumer that does not come, or says nothing any more."""
     deadline: float = 10.0
@@ -77,6 +80,22 @@ def parse_address(text: str) -> Address:
     return Address(host, int(port))
 
 
+def parse_listen(text: str, host_ip: str) -> Address:
+    """Read ``host:port``, or ``:port`` for this host.
+
+    Raises:
+        ValueError: it is none, or not one that peers can be told; says why.
+    """
+    if text.startswith(":"):
+        if not host_ip:
+            raise ValueError("names no host, and VLLM_HOST_IP, which would, is not set")
+        text = f"[{host_ip}]{text}" if ":" in host_ip else f"{host_ip}{text}"
+    address = parse_address(text)
+    if _is_wildcard(address.host):
+        raise ValueError("must be the address that peers reach this engine at: they are told it")
+    return address
+
+
 def check_remote(options: RemoteOptions) -> tuple[str, object, str] | None:
     """Values that fit their types and nothing else.
 
@@ -84,20 +103,14 @@ def check_remote(options: RemoteOptions) -> tuple[str, object, str] | None:
         The key, its value, and what is wrong with it; None if all is well.
     """
     try:
-        address = parse_address(options.listen)
+        parse_listen(options.listen, "localhost")
     except ValueError as error:
         return "listen", options.listen, str(error)
-    if _is_wildcard(address.host):
-        return (
-            "listen",
-            options.listen,
-            "must be the address that peers reach this engine at: they are told it",
-        )
     if not options.key_file.startswith("/") or "\0" in options.key_file:
         return "key_file", options.key_file, "must be an absolute path"
-    if len(options.peers) > MAX_PEERS:
-        return "peers", len(options.peers), f"at most {MAX_PEERS} can be named"
-    for peer in options.peers:
+    if len(options.peers or ()) > MAX_PEERS:
+        return "peers", len(options.peers or ()), f"at most {MAX_PEERS} can be named"
+    for peer in options.peers or ():
         try:
             reached = parse_address(peer)
         except ValueError as error:

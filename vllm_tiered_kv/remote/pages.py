@@ -24,7 +24,13 @@ class _Group(msgspec.Struct, frozen=True):
     spec: object
 
 
-class _Contents(msgspec.Struct, frozen=True):
+class Contents(msgspec.Struct, frozen=True):
+    """What a page's bytes mean.
+
+    Which ranks have which layers and heads is left out, and how many tokens a block has: those are
+    compared when it is planned what to read.
+    """
+
     groups: tuple[_Group, ...]
     cache_layout: str
     backend_options: Canonical
@@ -38,12 +44,13 @@ class _Contents(msgspec.Struct, frozen=True):
 
 
 def contents_of(layout: LayoutIdentity) -> str:
-    """A digest of what a page's bytes mean, 32 hexadecimal digits.
+    """A digest of what a page's bytes mean, 32 hexadecimal digits."""
+    return digest("pages", page_contents(layout))
 
-    Which ranks have which layers and heads is left out, and how many tokens a block has: those are
-    compared when it is planned what to read.
-    """
-    contents = _Contents(
+
+def page_contents(layout: LayoutIdentity) -> Contents:
+    """The same in words."""
+    return Contents(
         groups=tuple(_group(group) for group in layout.groups),
         cache_layout=layout.cache_layout,
         backend_options=layout.backend_options,
@@ -55,7 +62,6 @@ def contents_of(layout: LayoutIdentity) -> str:
         environment=layout.environment,
         hash_tokens=layout.hash_tokens,
     )
-    return digest("pages", contents)
 
 
 def _group(group: GroupLayout) -> _Group:

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kv_transfer_params`` of a hand-over: vLLM's names, so that routers need to know nothing of us.
 
-They come from clients and routers. Of what they say only the ticket is believed, whose seal is
-checked elsewhere; the rest says what is wanted.
+They come from clients and routers. Two flags say what is wanted; of the rest only the ticket is
+read, whose seal is checked elsewhere. ``docs/routers.md`` says what routers do with them.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from vllm_tiered_kv.params import KEY, ParamsError, RequestParams
 from vllm_tiered_kv.remote.ticket import Ticket
-
-_Text = Annotated[str, msgspec.Meta(max_length=512)]
 
 
 class Wish(enum.Enum):
@@ -28,14 +26,14 @@ class Wish(enum.Enum):
 
 
 class _Flags(msgspec.Struct, frozen=True):
-    """The keys we read; others are somebody else's."""
+    """The keys we read.
+
+    Where the producer is says the ticket: a router may have put an address of its own beside it, or
+    have made floats of the numbers.
+    """
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
-    remote_engine_id: _Text | None = None
-    remote_request_id: _Text | None = None
-    remote_host: _Text | None = None
-    remote_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
 
 
 class RemoteParams(msgspec.Struct, frozen=True):
@@ -44,9 +42,6 @@ class RemoteParams(msgspec.Struct, frozen=True):
     wish: Wish
     handoff: str = ""
     """The sealed ticket, where KV is to be received."""
-    host: str = ""
-    port: int = 0
-    """As the parameters say, to be held against the ticket."""
 
 
 NOTHING = RemoteParams(Wish.NOTHING)
@@ -77,20 +72,8 @@ def parse_remote(raw: Mapping[str, Any] | None, ours: RequestParams) -> RemotePa
                 f"kv_transfer_params: do_remote_prefill without {KEY}.handoff: the KV is another "
                 "connector's, or the router has not passed on all of the prefill's answer"
             )
-        return RemoteParams(
-            Wish.RECEIVE, ours.handoff, flags.remote_host or "", flags.remote_port or 0
-        )
+        return RemoteParams(Wish.RECEIVE, ours.handoff)
     return RemoteParams(Wish.SEND) if flags.do_remote_decode else NOTHING
-
-
-def check_ticket(params: RemoteParams, ticket: Ticket) -> None:
-    """Refuse a ticket beside another address: one of both was not meant for this request.
-
-    Raises:
-        ParamsError: they differ.
-    """
-    if params.host not in ("", ticket.host) or params.port not in (0, ticket.port):
-        raise ParamsError("kv_transfer_params: remote_host and remote_port are not the ticket's")
 
 
 def answer(
@@ -115,3 +98,11 @@ def answer(
         "tp_size": tensor_parallel,
         KEY: {"handoff": sealed},
     }
+
+
+def refusal() -> dict[str, Any]:
+    """What a producer returns that was asked and hands nothing over: the consumer computes.
+
+    Without any answer some routers fail the request.
+    """
+    return {"do_remote_prefill": False, "do_remote_decode": False}

@@ -21,12 +21,12 @@ class RateLimit:
         self._limit = peers
         self._peers: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
-    def admits(self, peer: bytes, now: float) -> bool:
-        """Whether the peer may say one thing more."""
+    def admits(self, peer: bytes, now: float, cost: int = 1) -> bool:
+        """Whether the peer may say one thing more, which counts as ``cost`` messages."""
         left, then = self._peers.pop(peer, (self._burst, now))
         left = min(self._burst, left + (now - then) * self._per_second)
-        admitted = left >= 1
-        self._peers[peer] = (left - 1 if admitted else left, now)
+        admitted = left >= cost
+        self._peers[peer] = (left - cost if admitted else left, now)
         while len(self._peers) > self._limit:
             self._peers.popitem(last=False)
         return admitted

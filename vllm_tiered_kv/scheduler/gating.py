@@ -20,22 +20,29 @@ from vllm_tiered_kv.gate.regret import regret
 from vllm_tiered_kv.gate.steps import StepClock
 from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.protocol import JobStatus
+from vllm_tiered_kv.scheduler.groups import last_of
 from vllm_tiered_kv.scheduler.hit_bytes import HitBytes
+from vllm_tiered_kv.scheduler.peer_probe import PeerProbe
 from vllm_tiered_kv.scheduler.probe import DiskProbe
 from vllm_tiered_kv.scheduler.ruling import Ruling
+from vllm_tiered_kv.scheduler.slow import SlowTier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_tiered_kv.scheduler.core import Core
     from vllm_tiered_kv.scheduler.fetch import Fetch
+    from vllm_tiered_kv.scheduler.index import Node
     from vllm_tiered_kv.scheduler.jobs import ActiveLoad
+    from vllm_tiered_kv.scheduler.peers import PeerTier
     from vllm_tiered_kv.scheduler.requests import RequestState
 
 logger = get_logger(__name__)
 
 TRIED_CHUNKS = 8
 """Chunks loaded at most to see how fast a refused CPU tier is."""
+FASTER = 2.0
+"""What is on disk is asked of others only if they are so much faster: it costs them something."""
 LEAST_COPY_PATIENCE = 0.25
 """Seconds a load may wait at least before its first copy: on a busy machine threads come late."""
 
@@ -73,7 +80,35 @@ class RequestGate:
         self._gone = 0
         """How many of these have ended since."""
         self._bytes = HitBytes(core.geometry, settings.world_size).of
-        self.probe = DiskProbe(core, self._begin, self._learn_read)
+        self.disk = SlowTier("disk", self.gate.disk, self._disk_reads, self._is_on_disk)
+        """The disk tier; nothing is asked of it where there is none."""
+        self.disk.probe = DiskProbe(
+            core,
+            lambda fetch: self.begin(fetch, self.disk),
+            lambda fetch: self._learn_read(fetch, self.disk),
+        )
+        self.peers: SlowTier | None = None
+        """Other engines; None where they are not asked."""
+
+    def bind_peers(self, tier: PeerTier) -> None:
+        """Other engines can be asked for chunks."""
+        slow = self.peers = SlowTier(
+            metrics.PEER_CPU, self.gate.peers, lambda: tier.reads, lambda key: tier.groups(key) > 0
+        )
+        slow.probe = PeerProbe(self._core, tier, self._learn_trial)
+
+    def prefers_peers(self) -> bool:
+        """Whether peers come before the disk: they were seen to be faster, by far."""
+        disk, peers = self.disk.model, self.peers.model if self.peers is not None else None
+        if peers is None or not (peers.is_known and disk.is_known):
+            return False
+        nbytes = self._bytes(TRIED_CHUNKS)
+        return FASTER * peers.seconds(nbytes) < disk.seconds(nbytes)
+
+    def is_probing(self, node: Node) -> bool:
+        """Whether a chunk is being read in the background only: nobody waits for it."""
+        probes = (tier.probe for tier in (self.disk, self.peers) if tier is not None)
+        return any(probe is not None and probe.is_reading(node) for probe in probes)
 
     # -- the engine's steps --------------------------------------------------------------
 
@@ -126,15 +161,17 @@ class RequestGate:
 
     def may_read(
         self,
+        tier: SlowTier,
         state: RequestState,
         keys: Sequence[bytes],
         first: int,
         start: int,
         ends: Sequence[int],
     ) -> bool:
-        """Whether reading could be worth it if all of the prompt's chunks lay on disk.
+        """Whether reading could be worth it if all of the prompt's chunks were there.
 
         Args:
+            tier: where they would be.
             keys: of the prompt's chunks.
             first: the first chunk the device does not hold whole.
             start: tokens it holds.
@@ -144,24 +181,30 @@ class RequestGate:
             return True
         usable = last_of(ends)
         beyond = range(usable + 1, len(keys) - first + 1)
-        decision = self._ask_read(state, first, start, ends, beyond)
+        decision = self._ask_read(tier, state, first, start, ends, beyond)
         if decision.end // self._core.geometry.chunk_tokens - first > usable:
             return True
-        self._refuse(state, decision, keys, first + usable)
+        self._refuse(tier, state, decision, keys, first + usable)
         return False
 
     def _refuse(
-        self, state: RequestState, decision: Decision, keys: Sequence[bytes], beyond: int
+        self,
+        tier: SlowTier,
+        state: RequestState,
+        decision: Decision,
+        keys: Sequence[bytes],
+        beyond: int,
     ) -> None:
-        """What lies on disk from chunk ``beyond`` on, if anything does, is not read."""
-        disk = self._core.disk
-        if disk is None or not disk.agent.groups(keys[beyond]):
-            return
-        state.ruling = Ruling(decision, self._core.clock(), self._turn())
-        self.probe.refused(keys, beyond)
+        """What is there from chunk ``beyond`` on, if anything is, is not read."""
+        if tier.has(keys[beyond]) and not state.is_reading:
+            state.ruling = Ruling(decision, self._core.clock(), self._turn())
+        if tier.probe is not None:
+            content = state.content.digest if state.content is not None else b""
+            tier.probe.refused(keys, beyond, content)
 
     def read_to(
         self,
+        tier: SlowTier,
         state: RequestState,
         fetch: Fetch,
         keys: Sequence[bytes],
@@ -172,32 +215,35 @@ class RequestGate:
         """How many chunks of a fetch from ``first`` on are worth waiting for; 0: none."""
         usable = last_of(ends)
         beyond = fetch.ends[bisect_right(fetch.ends, usable) :]
-        decision = self._ask_read(state, first, start, ends, beyond)
+        decision = self._ask_read(tier, state, first, start, ends, beyond)
         chunks = decision.end // self._core.geometry.chunk_tokens - first
         if chunks <= usable:
-            self._refuse(state, decision, keys, first + usable)
+            self._refuse(tier, state, decision, keys, first + usable)
             return 0
-        now = self._begin(fetch)
+        now = self.begin(fetch, tier)
         ruling = Ruling(decision, now, self._turn())
+        if state.ruling is not None and state.is_reading:
+            ruling.began = state.ruling.began  # another source has cost it time already
         ruling.known = usable
         if self.mode(state) is GateMode.MEASURED:
-            ruling.predicted_read = self._read_seconds(chunks - usable)
-            ruling.give_up_at = now + self._read_patience(ruling)
+            ruling.predicted_read = self._read_seconds(tier, chunks - usable)
+            ruling.give_up_at = now + self._read_patience(tier, ruling)
         state.ruling = ruling
-        self.probe.used()
+        if tier.probe is not None:
+            tier.probe.used()
         return chunks
 
     def copy_to(self, state: RequestState, first: int, start: int, ends: Sequence[int]) -> int:
         """How many chunks of a run in the CPU tier are worth loading."""
-        was_refused = state.fetch is None and state.ruling is not None  # what lies on disk beyond
+        was_refused = state.ruling is not None and not state.is_reading  # what lies beyond, slowly
         decision = self._ask(state, start, self._options(state, first, ends))
         small = last_of(ends[: bisect_right(ends, TRIED_CHUNKS)])
-        if decision.choice is Choice.NONE and state.fetch is None and small:
-            question = self._question(state, start, [self._option(first, small, 0)])
+        if decision.choice is Choice.NONE and not state.is_reading and small:
+            question = self._question(state, start, [self._option(first, small)])
             decision = self.gate.explore(decision, question, is_busy=self._is_busy)
         if decision.choice is Choice.ALL and was_refused:
             decision = msgspec.structs.replace(decision, choice=Choice.PART)
-        if state.fetch is None or state.ruling is None or state.ruling.admitted is not None:
+        if not state.is_reading or state.ruling is None or state.ruling.admitted is not None:
             state.ruling = Ruling(decision, self._core.clock(), self._turn())
         return max(0, decision.end // self._core.geometry.chunk_tokens - first)
 
@@ -209,23 +255,30 @@ class RequestGate:
         return min(most, curve.seconds(start, state.request.num_tokens))
 
     def _options(
-        self, state: RequestState, first: int, ends: Sequence[int], known: int | None = None
+        self,
+        state: RequestState,
+        first: int,
+        ends: Sequence[int],
+        known: int = 0,
+        tier: SlowTier | None = None,
     ) -> list[Option]:
         """The loads of one source that can be best, shortest first.
 
         Args:
             ends: chunks from ``first`` on.
-            known: where they are read from disk, those of them that are not.
+            known: how many of them come from the CPU tier where the others do not.
+            tier: where the others come from.
         """
         size, prompt = self._core.geometry.chunk_tokens, state.request.num_tokens
         below, above = (
             token // size - first for token in kinks(prompt, self.gate.prefill.budget, size)
         )
-        tried = ends_to_try(ends, known or 0, below, above)
-        return [self._option(first, n, 0 if known is None else n - known) for n in tried]
+        tried = ends_to_try(ends, known, below, above)
+        return [self._option(first, n, n - known, tier) for n in tried]
 
     def _ask_read(
         self,
+        tier: SlowTier,
         state: RequestState,
         first: int,
         start: int,
@@ -234,27 +287,37 @@ class RequestGate:
     ) -> Decision:
         """Of what the CPU tier has and what is read beyond it."""
         options = self._options(state, first, ends)
-        options += self._options(state, first, beyond, known=last_of(ends))
-        return self._ask(state, start, options)
+        options += self._options(state, first, beyond, last_of(ends), tier)
+        return self._ask(state, start, options, tier)
 
-    def _ask(self, state: RequestState, start: int, options: Sequence[Option]) -> Decision:
+    def _ask(
+        self,
+        state: RequestState,
+        start: int,
+        options: Sequence[Option],
+        tier: SlowTier | None = None,
+    ) -> Decision:
         question = self._question(state, start, options)
-        return self.gate.decide(question, self.mode(state), is_busy=self._is_busy)
+        slow = tier.model if tier is not None else None
+        return self.gate.decide(question, self.mode(state), is_busy=self._is_busy, slow=slow)
 
     @staticmethod
     def _question(state: RequestState, start: int, options: Sequence[Option]) -> Question:
         return Question(start, state.request.num_tokens, tuple(options))
 
-    def _option(self, first: int, chunks: int, read: int) -> Option:
-        """So many chunks, the last ``read`` of them from disk."""
+    def _option(
+        self, first: int, chunks: int, read: int = 0, tier: SlowTier | None = None
+    ) -> Option:
+        """So many chunks, the last ``read`` of them from a slow source."""
         copy, turn = self.gate.copy, self._turn()
         seconds = copy.seconds(self._bytes(chunks), self._copying()) + copy.delay(turn)
-        if read:
-            seconds += self._read_seconds(read) + self.gate.disk.delay(turn)
-        return Option(self._token(first + chunks), seconds, bool(read))
+        if tier is None:
+            return Option(self._token(first + chunks), seconds)
+        seconds += self._read_seconds(tier, read) + tier.model.delay(turn)
+        return Option(self._token(first + chunks), seconds, reads=True)
 
-    def _read_seconds(self, chunks: int) -> float:
-        return self.gate.disk.seconds(self._bytes(chunks), self._reading())
+    def _read_seconds(self, tier: SlowTier, chunks: int) -> float:
+        return tier.model.seconds(self._bytes(chunks), self._reading(tier))
 
     def _token(self, chunk: int) -> int:
         return chunk * self._core.geometry.chunk_tokens
@@ -262,22 +325,29 @@ class RequestGate:
     def _copying(self) -> int:
         return sum(self._bytes(len(load.nodes)) for load in self._core.ledger.loads.values())
 
-    def _reading(self) -> int:
+    def _reading(self, tier: SlowTier) -> int:
+        queued = tier.queued()
+        return self._bytes(queued) if queued else 0
+
+    def _disk_reads(self) -> int:
+        return self._core.disk.reads if self._core.disk is not None else 0
+
+    def _is_on_disk(self, key: bytes) -> bool:
         disk = self._core.disk
-        return self._bytes(disk.reads) if disk is not None and disk.reads else 0
+        return disk is not None and disk.agent.groups(key) > 0
 
     # -- reads ---------------------------------------------------------------------------
 
-    def _read_patience(self, ruling: Ruling) -> float:
+    def _read_patience(self, tier: SlowTier, ruling: Ruling) -> float:
         """Seconds in which what is read for a request is not late."""
-        if self.gate.disk.is_known:
+        if tier.model.is_known:
             return self.gate.patience(ruling.predicted_read)
         replaced = ruling.decision.replaced
         most = self._core.settings.load_deadline
         return most if replaced is None else min(most, max(LEAST_PATIENCE, replaced))
 
-    def still_waits(self, state: RequestState, fetch: Fetch) -> bool:
-        """Whether what is read from disk for a request is still worth waiting for."""
+    def still_waits(self, tier: SlowTier, state: RequestState, fetch: Fetch) -> bool:
+        """Whether what is read for a request is still worth waiting for."""
         ruling = state.ruling
         if ruling is None or ruling.give_up_at is None:
             return True
@@ -294,42 +364,48 @@ class RequestGate:
         if curve is not None and replaced is not None and left < replaced * (total - here) / total:
             ruling.give_up_at = now + self.gate.patience(left / 2)
             return True
-        self._core.tally.add(metrics.GATE_GIVEN_UP.key("disk"))
+        self._core.tally.add(metrics.GATE_GIVEN_UP.key(tier.name))
         nbytes = self._bytes(len(fetch.read))
         seconds = elapsed * total / max(here, 1)
         if seconds > ruling.predicted_read:
-            self.gate.disk.observe(nbytes, seconds)
+            tier.model.observe(nbytes, seconds)
         ruling.give_up_at = None
         return False
 
     @_never_fatal
     def go_on(self) -> None:
         """Take in what was read in the background; once a step."""
-        self.probe.go_on()
+        for tier in (self.disk, self.peers):
+            if tier is not None and tier.probe is not None:
+                tier.probe.go_on()
 
     @_never_fatal
-    def fetched(self, state: RequestState, fetch: Fetch) -> None:
+    def fetched(self, tier: SlowTier, state: RequestState, fetch: Fetch) -> None:
         """All that was to be read for a request has been."""
         now = self._core.clock()
         ruling = state.ruling
-        self._learn_read(fetch)
+        self._learn_read(fetch, tier)
         if ruling is not None and ruling.give_up_at is not None:
             ruling.give_up_at = None
             if fetch.ended_at is not None:
-                self.gate.disk.noticed(now - fetch.ended_at, ruling.turn)
+                tier.model.noticed(now - fetch.ended_at, ruling.turn)
 
-    def _begin(self, fetch: Fetch) -> float:
-        disk = self._core.disk
-        fetch.ahead = disk.reads if disk is not None else 0
+    def begin(self, fetch: Fetch, tier: SlowTier) -> float:
+        """A fetch is about to be ordered; returns when."""
+        fetch.ahead = tier.queued()
         fetch.ordered_at = now = self._core.clock()
         return now
 
-    def _learn_read(self, fetch: Fetch) -> None:
+    def _learn_read(self, fetch: Fetch, tier: SlowTier) -> None:
         """What it took, if it was nobody else's as well."""
         began, ended = fetch.ordered_at, fetch.ended_at
         if began is None or ended is None or fetch.failed or not fetch.arrived:
             return
-        self.gate.disk.observe(self._bytes(fetch.arrived), ended - began, self._bytes(fetch.ahead))
+        tier.model.observe(self._bytes(fetch.arrived), ended - began, self._bytes(fetch.ahead))
+
+    def _learn_trial(self, chunks: int, seconds: float, ahead: int) -> None:
+        """What it took to read from peers what nobody wanted."""
+        self.gate.peers.observe(self._bytes(chunks), seconds, self._bytes(ahead))
 
     # -- loads ---------------------------------------------------------------------------
 
@@ -357,9 +433,9 @@ class RequestGate:
                 "busy" if self._is_busy else "idle",
                 self.gate.curve(is_busy=self._is_busy) or "not known",
                 self._copying(),
-                self._reading(),
+                self._reading(self.disk),
             )
-        if state.fetch is None:
+        if not state.is_reading:
             ruling.began = now
         ruling.admitted = now
         self._pending[state.request.request_id] = state
@@ -435,11 +511,6 @@ class RequestGate:
         tally = self._core.tally
         tally.add(metrics.GATE_SECONDS.key(what, "predicted"), predicted)
         tally.add(metrics.GATE_SECONDS.key(what, "actual"), actual)
-
-
-def last_of(ends: Sequence[int]) -> int:
-    """The longest of some loads, in chunks; 0 if there is none."""
-    return ends[-1] if ends else 0
 
 
 def _work(scheduled: Mapping[str, int], requests: Mapping[str, RequestState]) -> Work:

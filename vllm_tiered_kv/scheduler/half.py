@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         Request,
         SchedulerOutput,
     )
-    from vllm_tiered_kv.remote.handoff import PeerMemory
+    from vllm_tiered_kv.scheduler.handing import Handed
     from vllm_tiered_kv.tiers.disk.agent import DiskAgent
 
 
@@ -63,11 +63,12 @@ class SchedulerHalf:
         self._on_shutdown = on_shutdown
         self.core = Core(settings, clock, agent)
         self.gate = RequestGate(self.core)
-        self.remote = RemotePlanner(self.core, remote) if remote is not None else None
+        self.stores = StorePlanner(self.core, self._drain_once)
+        self.remote = RemotePlanner(self.core, self.stores, remote) if remote is not None else None
         """Hand-overs between engines; None without."""
         pulls = self.remote.pulls if self.remote is not None else None
-        self.loads = LoadPlanner(self.core, self.gate, pulls)
-        self.stores = StorePlanner(self.core, self._drain_once)
+        peers = self.remote.peers if self.remote is not None else None
+        self.loads = LoadPlanner(self.core, self.gate, pulls, peers)
         self.first_tokens = FirstTokens(self.core)
         self._endpoint = endpoint
         self._setup = Setup(
@@ -172,7 +173,8 @@ class SchedulerHalf:
             return 0, 0
         load = state.load
         pulled = min(tokens, load.pull.tokens if load.pull is not None else 0)
-        return min(tokens - pulled, load.from_disk), pulled
+        disk = min(tokens - pulled, load.from_disk)
+        return disk, pulled + min(tokens - pulled - disk, load.from_peers)
 
     # -- every step -----------------------------------------------------------------
 
@@ -194,14 +196,16 @@ class SchedulerHalf:
             computed = state.planned = state.request.num_computed_tokens + scheduled
             if state.awaits_token and computed >= state.request.num_tokens:
                 self.first_tokens.planned(state)
+            tables = functools.partial(_block_tables, output, request_id)
             if computed >= state.next_store_at:
-                tables = functools.partial(_block_tables, output, request_id)
                 try:
                     states = self._states(state, output, tables, first=first)
                     self.stores.computed(state, computed, tables, states)
                 except Exception:  # noqa: BLE001
                     state.next_store_at = NEVER
                     self.core.bug("planning a store")
+            if self.remote is not None:
+                self.remote.planned(state, computed, tables)
         if self.core.settings.withdraws:
             self._uncache_withdrawn(output)
         loads, stores = self.loads, self.stores
@@ -216,23 +220,13 @@ class SchedulerHalf:
             not output.num_scheduled_tokens,
             tuple(self.core.adapters.watch),
             tuple(self.core.adapters.unwatch),
-            *self._peers(),
+            *(self.remote.take_news() if self.remote is not None else ()),
         )
         for sent in (loads.jobs, stores.jobs, stores.fences, loads.cancels, loads.refail):
             sent.clear()
         self.core.adapters.watch.clear()
         self.core.adapters.unwatch.clear()
         return plan
-
-    def _peers(self) -> tuple[tuple[PeerMemory, ...], tuple[str, ...]]:
-        """Other engines' memory that the ranks are told of with this step, and who is gone."""
-        if self.remote is None:
-            return (), ()
-        pulls = self.remote.pulls
-        said = tuple(pulls.peers), tuple(pulls.gone)
-        pulls.peers.clear()
-        pulls.gone.clear()
-        return said
 
     def step_ended(self) -> None:
         """vLLM has taken in the output of the oldest step that was planned."""
@@ -298,10 +292,8 @@ class SchedulerHalf:
             elif request_id in output.finished_recving:
                 self._parked.add(request_id)
 
-    def finished(
-        self, request: Request, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
-        """The request ends; its blocks are freed when this returns.
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Handed | None:
+        """The request ends; its blocks are freed when this returns, unless they are waited for.
 
         Returns:
             What another engine can go on from; None if nothing is handed over.
@@ -312,6 +304,8 @@ class SchedulerHalf:
         if state is not None:
             self.loads.forget_fetch(state)
             self.loads.forget_handoff(state)
+            if self.remote is not None and state.load is not None:
+                self.remote.handing.drop(state)
         if state is None or state.load is not None:
             return None  # vLLM keeps the blocks of a load until the ranks have reported it
         del self._requests[request.request_id]
@@ -359,15 +353,17 @@ class SchedulerHalf:
         self._drained = True
         if self.core.disk is not None:
             self.core.disk.take_in()
-            self.gate.go_on()
+        if self._endpoint is not None and self.core.ledger.stores:
+            self._drain_endpoint(self._endpoint)
         if self.remote is not None:
             self.remote.take_in()
-        if self._endpoint is None or not self.core.ledger.stores:
-            return
-        for report in self._endpoint.drain():
+        self.gate.go_on()
+
+    def _drain_endpoint(self, endpoint: SchedulerEndpoint) -> None:
+        for report in endpoint.drain():
             self._apply(report)
-        if self._endpoint.malformed != self._malformed:
-            self._malformed = self._endpoint.malformed
+        if endpoint.malformed != self._malformed:
+            self._malformed = endpoint.malformed
             self.core.fail("report", "a message on the side channel was not a report")
 
     def take_stats(self) -> metrics.TieredStats | None:

@@ -1,25 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this engine hands over to others: device blocks held under a lease, and given back.
+"""What this engine hands over to others: memory held under a lease, and given back.
 
-Scheduler thread only. The blocks are held by a reference of our own in the block pool, so that the
-request ends as any other and vLLM waits for nothing: no step need be run to say that a consumer is
-done, and none is while an engine idles.
+Scheduler thread only. Device blocks are held by a reference of our own in the block pool, so that
+the request ends as any other and vLLM waits for nothing: no step need be run to say that a consumer
+is done, and none is while an engine idles. Where the KV is copied to CPU slots first, or checksums
+of it are made, vLLM keeps the blocks, and goes on with steps, for just that long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from vllm_tiered_kv import compat, metrics
-from vllm_tiered_kv.remote.params import Wish, answer
+from vllm_tiered_kv.remote.memory import Place
+from vllm_tiered_kv.remote.options import Handoff
+from vllm_tiered_kv.remote.params import answer
 from vllm_tiered_kv.remote.serving import Offer
+from vllm_tiered_kv.scheduler.lending import Effort, Lender, Loan
+from vllm_tiered_kv.scheduler.readying import HandOver, Readying, Stage, Tables
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import BlockPool
     from vllm_tiered_kv.remote.agent import RemoteAgent
+    from vllm_tiered_kv.remote.ticket import Ticket
     from vllm_tiered_kv.scheduler.core import Core
     from vllm_tiered_kv.scheduler.requests import RequestState
+    from vllm_tiered_kv.scheduler.stores import StorePlanner
+
+SHORT_OF_BLOCKS = 0.5
+"""With less than this share of the device's blocks free, to hold some takes others' room."""
+
+
+class HandingOptions(msgspec.Struct, frozen=True):
+    """What hand-overs are served from, and how."""
+
+    handoff: Handoff = Handoff.DEVICE
+    verify: bool = False
+    """Make checksums."""
+
+
+class Handed(NamedTuple):
+    """What a request leaves behind."""
+
+    params: dict[str, Any]
+    """That a consumer goes on from."""
+    waits: bool
+    """Whether vLLM is to keep its blocks until it is told otherwise."""
 
 
 class HandOvers:
@@ -28,90 +57,224 @@ class HandOvers:
     Args:
         core: what the scheduler half's parts share.
         agent: runs the control channel.
+        stores: copies out of the device.
         engine_id: vLLM's name of this engine.
         tensor_parallel: its ranks that share a layer.
+        options: what hand-overs are served from.
     """
 
     def __init__(
-        self, core: Core, agent: RemoteAgent, engine_id: str, tensor_parallel: int
+        self,
+        core: Core,
+        agent: RemoteAgent,
+        stores: StorePlanner,
+        engine_id: str,
+        tensor_parallel: int,
+        options: HandingOptions,
     ) -> None:
         self._core = core
         self._agent = agent
         self._engine_id = engine_id
         self._tensor_parallel = tensor_parallel
+        self._options = options
         self._pool: BlockPool | None = None
-        self._held: dict[int, tuple[int, ...]] = {}
-        """The device blocks of each lease."""
-        self.blocks = 0
-        """Device blocks that are held; one held by two leases counts twice."""
+        self._lender = Lender(core.index, core.geometry, stores)
+        self.readying = Readying(
+            self._lender,
+            core.settings.world_size,
+            lambda: core.clock(),
+            self._offer,
+            core.fail,
+            verify=options.verify,
+        )
+        stores.on_end = self.readying.stored
+        self._all: dict[int, HandOver] = {}
+        """By lease."""
+        self.sent: list[str] = []
+        """For the next plan."""
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._all)
+
+    @property
+    def slots(self) -> int:
+        """Slots on each rank that are held."""
+        return self._lender.slots
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
 
-    def finished(
-        self, state: RequestState, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
-        """A request ends, and its blocks are freed after this call.
+    # -- a request ends ----------------------------------------------------------------
+
+    def planned(
+        self, state: RequestState, computed: int, tables: Callable[[], Sequence[Sequence[int]]]
+    ) -> None:
+        """A step is planned; begin to copy with the one that completes the prompt.
+
+        Args:
+            state: a request that is to be handed over.
+            computed: its tokens that are computed then.
+            tables: its block tables.
+        """
+        if state.handing is not None or computed < state.request.num_prompt_tokens:
+            return
+        if self._options.handoff is Handoff.DEVICE or not self._is_ready(state):
+            return
+        state.handing = self._prepare(state, state.request.num_prompt_tokens, tables())
+
+    def drop(self, state: RequestState) -> None:
+        """The request is not handed over."""
+        hand, state.handing = state.handing, None
+        if hand is not None:
+            self.readying.end(hand)
+
+    def finished(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> Handed | None:
+        """A request that asked for it ends; its blocks are freed after this call unless waited for.
 
         Returns:
-            The parameters that a consumer goes on from; None if nothing is handed over.
+            None if nothing is handed over.
         """
-        if state.remote.wish is not Wish.SEND or not compat.ended_well(state.request):
+        hand = self._prepared(state, block_ids)
+        if hand is None:
+            self.drop(state)
             return None
-        offer = self._offer(state, block_ids)
-        if offer is None:
-            return None
-        proof = self._proof(state, offer.tokens)
-        if proof is None:
-            self._core.fail("remote_proof", "what a prompt's KV stands for cannot be told")
-            return None
-        given = self._agent.offer(offer, proof)
-        if given is None or self._pool is None:
-            self._core.fail("remote_not_ready", "a prompt's KV cannot be handed over now")
+        given = self._promise(state, hand)
+        if given is None:
+            self.readying.end(hand)
             return None
         ticket, sealed = given
-        blocks = tuple(block for group in offer.blocks for block in group)
-        compat.hold_blocks(self._pool, blocks)
-        self._held[ticket.lease] = blocks
-        self.blocks += len(blocks)
+        self._all[ticket.lease] = hand
+        self.readying.start(hand, ticket.lease)
         self._core.tally.add(metrics.HANDOFFS.key("offered"))
-        return answer(
+        params = answer(
             ticket,
             sealed,
             engine_id=self._engine_id,
-            request_id=state.request.request_id,
-            blocks=offer.blocks,
+            request_id=hand.request_id,
+            blocks=hand.blocks,
             tensor_parallel=self._tensor_parallel,
         )
+        hand.is_awaited = hand.stage is not Stage.READY
+        return Handed(params, hand.is_awaited)
 
-    def take_in(self) -> None:
-        """Give back what nobody reads any more; costs nothing where nothing was given back."""
-        for lease in self._agent.take_freed():
-            blocks = self._held.pop(lease, ())
-            self.blocks -= len(blocks)
-            if blocks and self._pool is not None:
-                compat.let_go_blocks(self._pool, blocks)
-
-    def _offer(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> Offer | None:
-        """The prompt's blocks; None if they do not hold the prompt."""
-        core, request = self._core, state.request
-        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        stale = state.epoch != core.epoch or state.unsure or state.content is None
-        if stale or tokens < 1 or not self._agent.sends or self._pool is None:
+    def _prepared(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> HandOver | None:
+        """What to hand over of a request that has ended; None if nothing."""
+        request = state.request
+        if not compat.ended_well(request):
             return None
+        if not self._is_ready(state):
+            return None
+        tokens = int(min(request.num_computed_tokens, request.num_prompt_tokens))
+        blocks = self._blocks(tokens, block_ids)
+        if tokens < 1 or blocks is None:
+            return None
+        hand = state.handing
+        if hand is None or (hand.version, hand.tokens) != (_version(state), tokens):
+            self.drop(state)
+            return self._prepare(state, tokens, blocks)
+        state.handing = None
+        hand.blocks = blocks  # others, if it was preempted since
+        return hand
+
+    def _prepare(
+        self, state: RequestState, tokens: int, tables: Sequence[Sequence[int]]
+    ) -> HandOver | None:
+        """See that its bytes get to where they will be read from; None if they can't be had."""
+        blocks = self._blocks(tokens, tables)
+        if blocks is None:
+            return None
+        loan = self._loan(state, tokens, blocks)
+        hand = HandOver(state.request.request_id, _version(state), tokens, blocks, loan)
+        self.readying.prepare(hand)
+        return hand
+
+    def _promise(self, state: RequestState, hand: HandOver) -> tuple[Ticket, str] | None:
+        proof = self._proof(state, hand.tokens)
+        if proof is None:
+            self._core.fail("remote_proof", "what a prompt's KV stands for cannot be told")
+            return None
+        given = self._agent.promise(hand.tokens, proof)
+        if given is None:
+            self._core.fail("remote_not_ready", "a prompt's KV cannot be handed over now")
+        return given
+
+    def _is_ready(self, state: RequestState) -> bool:
+        """Whether a request's KV can be offered, as far as is known."""
+        stale = state.epoch != self._core.epoch or state.unsure or state.content is None
+        return not stale and self._agent.sends and self._pool is not None
+
+    def _blocks(self, tokens: int, block_ids: Sequence[Sequence[int]]) -> Tables | None:
+        """The prompt's blocks; None if they do not hold the prompt."""
         groups = []
-        for group, table in zip(core.geometry.groups, block_ids, strict=True):
+        for group, table in zip(self._core.geometry.groups, block_ids, strict=True):
             count = -(-tokens // group.block_tokens)
             blocks = tuple(table[:count])
-            if len(blocks) < count or core.null_block in blocks:
+            if len(blocks) < count or self._core.null_block in blocks:
                 return None
             groups.append(blocks)
-        return Offer(tokens, tuple(groups))
+        return tuple(groups)
 
     def _proof(self, state: RequestState, tokens: int) -> bytes | None:
         content = state.content.digest if state.content is not None else b""
         hash_tokens = self._core.geometry.hash_tokens
         return compat.proof_of(state.request, tokens, hash_tokens, content)
+
+    def _loan(self, state: RequestState, tokens: int, blocks: Tables) -> Loan | None:
+        """Slots for the prompt, where it is to be read from slots and they can be had."""
+        handoff = self._options.handoff
+        if handoff is Handoff.CPU:
+            return self._lender.lend(state, tokens, blocks, Effort.ANY)
+        if handoff is Handoff.AUTO and self._is_short_of_blocks:
+            return self._lender.lend(state, tokens, blocks, Effort.SPARE)
+        return None
+
+    @property
+    def _is_short_of_blocks(self) -> bool:
+        pool = self._pool
+        if pool is None:
+            return False
+        return compat.free_blocks(pool) < SHORT_OF_BLOCKS * compat.usable_blocks(pool)
+
+    # -- what comes of it --------------------------------------------------------------
+
+    def _offer(self, hand: HandOver) -> None:
+        """It can be read from now on."""
+        place, numbers = hand.place
+        sums = tuple(hand.sums[rank] for rank in sorted(hand.sums))
+        if hand.lease is not None:
+            self._agent.settle(hand.lease, Offer(hand.tokens, numbers, place, sums))
+        if place is Place.SLOTS:
+            self._core.tally.add(metrics.HANDOFFS.key("early"))
+        elif self._pool is not None:
+            compat.hold_blocks(self._pool, _flat(hand.blocks))
+            hand.is_held = True
+        self._let_vllm_go_on(hand)
+
+    def _let_vllm_go_on(self, hand: HandOver) -> None:
+        if hand.is_awaited:
+            hand.is_awaited = False
+            self.sent.append(hand.request_id)
+
+    def take_in(self) -> None:
+        """Give back what nobody reads any more, and wait for nothing too long.
+
+        To be called when what the ranks have said is known.
+        """
+        for lease in self._agent.take_freed():
+            hand = self._all.pop(lease, None)
+            if hand is None:
+                continue
+            self.readying.end(hand)
+            self._let_vllm_go_on(hand)
+            if hand.is_held and self._pool is not None:
+                compat.let_go_blocks(self._pool, _flat(hand.blocks))
+        self.readying.end_waits()
+
+
+def _version(state: RequestState) -> object:
+    """What a request's KV is of, besides its tokens."""
+    return state.epoch, state.content
+
+
+def _flat(tables: Tables) -> tuple[int, ...]:
+    return tuple(block for group in tables for block in group)

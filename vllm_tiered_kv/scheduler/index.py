@@ -98,6 +98,23 @@ class IndexListener(Protocol):
         """All chunks have left at once."""
 
 
+class Guard(Protocol):
+    """Knows which slots others may be reading; called on the scheduler's thread. What it says is
+    pinned stays so until it unpins it."""
+
+    def stored(self, node: Node) -> None:
+        """A chunk has become READY, or has more parts."""
+
+    def lets_go(self, node: Node) -> bool:
+        """A chunk is to be evicted; False: it is being read, and pinned."""
+
+    def withdraws(self, node: Node) -> bool:
+        """A chunk has left the index; True: it is still being read, and pinned."""
+
+    def clears(self) -> Sequence[Node]:
+        """All chunks leave at once; those that are being read are pinned."""
+
+
 def chunk_policy(eviction: Eviction) -> EvictionPolicy[Node]:
     """A policy for a :class:`ChunkIndex`; what is gone it remembers by the chunk's key."""
     return make_policy(eviction, identity=_key_of)
@@ -131,6 +148,7 @@ class ChunkIndex:
         self._max_nodes = 2 * num_slots  # those that are empty hold no slot
         self._num_groups = num_groups
         self._listener = listener
+        self._guard: Guard | None = None
         self._nodes: dict[bytes, Node] = {}
         self._policy = policy if policy is not None else chunk_policy(Eviction.LRU)
         self._chunk_tokens = chunk_tokens
@@ -152,9 +170,17 @@ class ChunkIndex:
     def used_slots(self) -> int:
         return self._slots.used
 
+    @property
+    def free_slots(self) -> int:
+        return self._slots.free
+
     def limit(self, num_slots: int) -> None:
         """A rank has room for so many slots only: store in no others from now on."""
         self._slots.limit(num_slots)
+
+    def guard(self, guard: Guard) -> None:
+        """Have others read chunks from now on."""
+        self._guard = guard
 
     @property
     def pinned(self) -> int:
@@ -227,6 +253,24 @@ class ChunkIndex:
             self.pin(node)
         return node
 
+    def borrow(self, groups: Sequence[int]) -> Node | None:
+        """Slots for bytes that are nobody's chunk, evicting if need be.
+
+        The node is not in the index and never will be; its slots are free with its last pin, of
+        which it has one. None if there is no room.
+        """
+        taken = self._take(len(groups), b"", keep=None)
+        if taken is None:
+            return None
+        slots = [ABSENT] * self._num_groups
+        for group, slot in zip(groups, taken, strict=True):
+            slots[group] = slot
+        node = Node(b"", None, slots, self._clock)
+        node.state = NodeState.GONE
+        node.pins = 1
+        self._pinned.add(node)
+        return node
+
     def extend(self, node: Node, groups: Sequence[int]) -> bool:
         """Room for parts that a stored chunk lacks; False if there is none.
 
@@ -253,8 +297,8 @@ class ChunkIndex:
             else:  # whoever else holds the node may be reading it
                 self._late.setdefault(node, []).append(slot)
         self._policy.resize(node, node.num_slots)
-        if self._listener is not None and node.state is NodeState.READY:
-            self._listener.stored(node)
+        if node.state is NodeState.READY:
+            self._tell_stored(node)
         self.unpin(node)
 
     def adopt(self, node: Node, parent: Node | None) -> None:
@@ -273,8 +317,7 @@ class ChunkIndex:
         if node.state is not NodeState.STORING:
             return
         node.state = NodeState.READY
-        if self._listener is not None:
-            self._listener.stored(node)
+        self._tell_stored(node)
 
     def discard(self, node: Node) -> None:
         """Forget a chunk at once; its slots are free when nobody reads or writes them."""
@@ -285,6 +328,8 @@ class ChunkIndex:
             del self._nodes[node.key]
         if self._listener is not None:
             self._listener.removed(node)
+        if self._guard is not None and self._guard.withdraws(node):
+            self.pin(node)
         self._policy.remove(node)
         if (parent := self._leave_parent(node)) is not None:
             self._policy.release(parent)
@@ -307,6 +352,9 @@ class ChunkIndex:
 
     def clear(self) -> None:
         """Forget everything; slots that are read or written follow when their pins go."""
+        if self._guard is not None:
+            for node in self._guard.clears():
+                self.pin(node)
         for node in self._pinned:
             node.state = NodeState.GONE
             node.parent = None
@@ -342,9 +390,16 @@ class ChunkIndex:
             self._slots.give_back(slot)
         return None
 
+    def _tell_stored(self, node: Node) -> None:
+        if self._listener is not None:
+            self._listener.stored(node)
+        if self._guard is not None:
+            self._guard.stored(node)
+
     def _hold(self, node: Node) -> None:
         node.pins += 1
-        self._policy.hold(node)
+        if node.state is not NodeState.GONE:
+            self._policy.hold(node)
 
     def _release(self, node: Node) -> None:
         node.pins -= 1
@@ -360,6 +415,9 @@ class ChunkIndex:
 
     def _evict_one(self, coming: bytes) -> bool:
         node = self._policy.victim(coming)
+        while node is not None and self._guard is not None and not self._guard.lets_go(node):
+            self.pin(node)
+            node = self._policy.victim(coming)
         if node is None:
             return False
         self._policy.evict(node)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from vllm_tiered_kv.protocol import BlockCopy, JobResult, JobStatus
@@ -37,14 +38,23 @@ class _Job:
 class ActiveStore(_Job):
     """A chunk on its way out of the device."""
 
-    __slots__ = ("blocks", "extends", "node")
+    __slots__ = ("blocks", "extends", "is_lent", "node")
 
-    def __init__(self, node: Node, blocks: tuple[int, ...], extends: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        node: Node,
+        blocks: tuple[int, ...],
+        extends: tuple[int, ...] = (),
+        *,
+        is_lent: bool = False,
+    ) -> None:
         super().__init__()
         self.node = node
         self.blocks = blocks
         self.extends = extends
         """The groups whose part is added to a chunk that is stored already; empty: a new one."""
+        self.is_lent = is_lent
+        """It goes to slots that are not in the index."""
 
 
 class ActiveLoad(_Job):
@@ -54,6 +64,7 @@ class ActiveLoad(_Job):
         "copies",
         "failed",
         "from_disk",
+        "from_peers",
         "job",
         "nodes",
         "pull",
@@ -80,6 +91,8 @@ class ActiveLoad(_Job):
         self.tokens = tokens
         self.from_disk = 0
         """Those of ``tokens`` that were read from disk for this load."""
+        self.from_peers = 0
+        """Those that were read out of other engines' CPU tiers for this load."""
         self.failed: set[int] = set()
         self.stale = False
         """Its bytes are from before a cache reset, or were read too late: it must end as failed."""
@@ -108,12 +121,14 @@ class JobLedger:
         self._world_size = world_size
         self._next = 0
         self.stores: dict[int, ActiveStore] = {}
+        self._storing: Counter[Node] = Counter()
         self.loads: dict[int, ActiveLoad] = {}
         self._readers: dict[int, set[int]] = {}  # device block -> store jobs that read it
 
     def add_store(self, store: ActiveStore) -> int:
         job = self.number()
         self.stores[job] = store
+        self._storing[store.node] += 1
         for block in store.blocks:
             self._readers.setdefault(block, set()).add(job)
         return job
@@ -122,6 +137,10 @@ class JobLedger:
         job = load.job = self.number()
         self.loads[job] = load
         return job
+
+    def is_storing(self, node: Node) -> bool:
+        """Whether a store writes to a node's slots."""
+        return node in self._storing
 
     def has_readers(self, block: int) -> bool:
         """Whether a store still reads a device block."""
@@ -144,6 +163,9 @@ class JobLedger:
         if store is None or not store._note(rank, result) or len(store.ranks) < self._world_size:
             return None
         del self.stores[result.job]
+        self._storing[store.node] -= 1
+        if not self._storing[store.node]:
+            del self._storing[store.node]
         for block in store.blocks:
             readers = self._readers[block]
             readers.discard(result.job)

@@ -12,16 +12,20 @@ from vllm_tiered_kv.protocol import JobStatus, LoadJob, PullJob
 from vllm_tiered_kv.scheduler.adapters import BASE_MODEL, MAX_ADAPTERS, Verdict
 from vllm_tiered_kv.scheduler.core import TIER, Core
 from vllm_tiered_kv.scheduler.disk import TIER as DISK
-from vllm_tiered_kv.scheduler.fetch import Fetch, Look
-from vllm_tiered_kv.scheduler.gating import RequestGate, last_of
-from vllm_tiered_kv.scheduler.groups import usable_ends
+from vllm_tiered_kv.scheduler.disk_lookups import DiskLookups
+from vllm_tiered_kv.scheduler.gating import RequestGate
+from vllm_tiered_kv.scheduler.groups import last_of, usable_ends
 from vllm_tiered_kv.scheduler.jobs import ActiveLoad
+from vllm_tiered_kv.scheduler.peer_lookups import PeerLookups
 from vllm_tiered_kv.scheduler.plan import chunk_key, chunk_keys, count_chunks, plan_load
 from vllm_tiered_kv.scheduler.requests import Offer, RequestState
 from vllm_tiered_kv.scheduler.room import Room
+from vllm_tiered_kv.scheduler.slow import Lookups
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import KVCacheBlocks, KVConnectorOutput
+    from vllm_tiered_kv.scheduler.index import Node
+    from vllm_tiered_kv.scheduler.peers import PeerTier
     from vllm_tiered_kv.scheduler.pulls import Pulls
 
 MAX_LOADS = 64
@@ -29,14 +33,8 @@ MAX_LOADS = 64
 STORE_PATIENCE = 0.5
 """Seconds a look-up waits at most for a chunk that is on its way into the tier; it takes
 milliseconds, but on a machine whose processors are all busy."""
-LOOK_PATIENCE = 0.2
-"""Seconds a look-up waits at most to see what other engines have written to a shared folder."""
 ADAPTER_PATIENCE = 0.5
 """Seconds the first look-up with a LoRA adapter waits at most for the digest of its weights."""
-CONNECT_PATIENCE = 2.0
-"""Seconds the first look-ups of an engine wait at most for its ranks; it takes milliseconds."""
-PULL_PATIENCE = 5.0
-"""Seconds a look-up waits at most for a lease; what grants it is given up earlier."""
 MAX_FAILED_LOADS = 1
 """A request whose loads failed so often is computed: it must come to an end."""
 
@@ -44,13 +42,22 @@ MAX_FAILED_LOADS = 1
 class LoadPlanner:
     """Look-ups and loads."""
 
-    def __init__(self, core: Core, gate: RequestGate, pulls: Pulls | None = None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        gate: RequestGate,
+        pulls: Pulls | None = None,
+        peers: PeerTier | None = None,
+    ) -> None:
         self._core = core
         self._gate = gate
         self._pulls = pulls
+        self._sources: list[Lookups] = [DiskLookups(core, gate, self._wait)]
+        """What is read into the CPU tier for look-ups, in the order that they are asked."""
+        if peers is not None:
+            gate.bind_peers(peers)
+            self._sources.append(PeerLookups(core, gate, peers, self.may_wait))
         self._loading: dict[bytes, str] = {}  # chunk key -> the request that loads it
-        self._ranks_by: float | None = None
-        """Until when look-ups wait for ranks that do not know of the disk tier yet."""
         self.lost: set[str] = set()
         """Requests whose load was lost, ours or another connector's, and that vLLM has not admitted
         again: it still reserves blocks for that load, and admits no load that would need them."""
@@ -83,13 +90,12 @@ class LoadPlanner:
     ) -> int | None:
         """Offer what another engine hands over beyond what the tiers have."""
         found = pulls.beyond(state, computed, tokens)
+        if found is not None and found[0] >= found[1]:
+            return tokens
         if found is None or len(self._core.ledger.loads) >= MAX_LOADS:
-            if self._wait(state, PULL_PATIENCE):
+            if self._wait(state, pulls.patience(state)):
                 return None
             pulls.drop(state)
-            return tokens
-        start, end = found
-        if start >= end:
             return tokens
         if self._awaits_room(state):
             return None
@@ -98,7 +104,7 @@ class LoadPlanner:
             return tokens
         state.ruling = None  # the gate is not asked about this
         state.pull = found
-        return end - computed
+        return found[1] - computed
 
     def _may_load(self, state: RequestState) -> bool:
         may = state.params.load and state.failed_loads < MAX_FAILED_LOADS
@@ -115,7 +121,7 @@ class LoadPlanner:
         if self._awaits_adapter(state, computed):
             return None
         state.restart(core.epoch, core.geometry.chunk_tokens)
-        if state.fetch is None and not state.failed_loads:
+        if not state.is_reading and not state.failed_loads:
             state.ruling = None
         content = state.content
         allowed = self._may_load(state) and self._gate.mode(state) is not GateMode.NEVER
@@ -131,26 +137,22 @@ class LoadPlanner:
         key = chunk_key(request.block_hashes, first, core.geometry, content.digest)
         if self._awaits_load(state, key, computed) or self._awaits_store(state, computed):
             return None  # asked again in every step, for every request that waits: stay cheap
-        if self._awaits_disk(state) or self._awaits_ranks(state):
+        if any(source.waits(state, computed) for source in self._sources):
             return None
         keys = chunk_keys(request.block_hashes, reusable, core.geometry, content.digest)
         run = core.index.ready_run(keys, first)
         ends = usable_ends(core.geometry, run, first, computed)
         usable = last_of(ends)
-        if core.disk is not None and state.fetch is None and first + usable < len(keys):
-            if self._gate.may_read(state, keys, first, computed, ends):
-                if self._awaits_look(state, keys, first, computed):
-                    return None
-                state.fetch = self._fetch(state, keys, first, computed, ends)
-            if self._awaits_disk(state):
-                return None
+        sources = reversed(self._sources) if self._gate.prefers_peers() else self._sources
+        if any(source.begins(state, keys, first, computed, ends) for source in sources):
+            return None
         end = first + len(run)
         beyond = core.index.get(keys[end]) if end < len(keys) else None
         state.awaited = beyond or next((node for node in run[usable:] if node.coming), None)
         if self._awaits_store(state, computed):
             return None
         if not usable:
-            refused = state.ruling is not None and state.fetch is None
+            refused = state.ruling is not None and not state.is_reading
             return self._answer(state, "refused" if refused else "miss", 0)
         worth = self._gate.copy_to(state, first, computed, ends)
         if not worth:
@@ -186,10 +188,9 @@ class LoadPlanner:
             self._pulls.drop(state)
 
     def forget_fetch(self, state: RequestState) -> None:
-        """What was read from disk for a request is nobody's in particular any more."""
-        fetch, state.fetch = state.fetch, None
-        if fetch is not None and self._core.disk is not None:
-            self._core.disk.lookups.release(fetch)
+        """What was read for a request's look-up is nobody's in particular any more."""
+        for source in self._sources:
+            source.forget(state)
 
     def _begin(
         self,
@@ -218,9 +219,8 @@ class LoadPlanner:
             # One without copies ends as failed, and the request is computed.
             core.fail("load_plan", "a promised prefix could not be planned; recomputing it")
             load, pulled = ActiveLoad(state.request.request_id, (), (), (), 0), 0
-        elif state.fetch is not None and offer is not None:
-            size = core.geometry.chunk_tokens
-            load.from_disk = offer.tokens_of(state.fetch.read, load.tokens, size)
+        elif offer is not None:
+            _note_sources(load, state, offer, core.geometry.chunk_tokens)
         for node in load.nodes:
             core.index.pin(node)
             self._loading.setdefault(node.key, load.request_id)
@@ -266,9 +266,12 @@ class LoadPlanner:
         core.count_copy("load", load.nbytes, load.seconds)
         self._gate.copied(load)
         if load.status is JobStatus.DONE and not load.stale:
-            core.tally.add(metrics.HIT_TOKENS.key(TIER), load.tokens - load.from_disk)
+            elsewhere = load.from_disk + load.from_peers
+            core.tally.add(metrics.HIT_TOKENS.key(TIER), load.tokens - elsewhere)
             if load.from_disk:
                 core.tally.add(metrics.HIT_TOKENS.key(DISK), load.from_disk)
+            if load.from_peers:
+                core.tally.add(metrics.HIT_TOKENS.key(metrics.PEER_CPU), load.from_peers)
             core.count_chunks("loaded", len(load.nodes))
         else:
             # A load that was called off says nothing about its chunks.
@@ -350,72 +353,9 @@ class LoadPlanner:
         Its copy ends within moments, and then it can be loaded.
         """
         node = state.awaited
-        if node is None or not node.is_arriving or self._gate.probe.is_reading(node):
+        if node is None or not node.is_arriving or self._gate.is_probing(node):
             return False
         return self._wait(state, self._gate.worth_waiting(state, computed, STORE_PATIENCE))
-
-    def _awaits_disk(self, state: RequestState) -> bool:
-        """Whether to ask again later: chunks are being read from disk for the request."""
-        fetch, disk = state.fetch, self._core.disk
-        if fetch is None or fetch.over or disk is None:
-            return False
-        if disk.lookups.goes_on(fetch):
-            if self.may_wait(state) and self._gate.still_waits(state, fetch):
-                return True
-        else:
-            self._gate.fetched(state, fetch)
-        fetch.stop()
-        fetch.over = True  # what has arrived is offered, and the rest is computed
-        return False
-
-    def _awaits_ranks(self, state: RequestState) -> bool:
-        """Whether to ask again later: ranks learn of the disk tier with an engine's first step."""
-        disk = self._core.disk
-        if disk is None or not disk.agent.is_connecting:
-            return False
-        now = self._core.clock()
-        if self._ranks_by is None:
-            self._ranks_by = now + CONNECT_PATIENCE  # a rank that never comes holds up nobody else
-        return now < self._ranks_by and self._wait(state, CONNECT_PATIENCE)
-
-    def _fetch(
-        self,
-        state: RequestState,
-        keys: Sequence[bytes],
-        first: int,
-        computed: int,
-        ends: Sequence[int],
-    ) -> Fetch | None:
-        """Begin to read what is worth it of what lies on disk."""
-        disk = self._core.disk
-        if disk is None:
-            return None
-        fetch = disk.lookups.fetch(keys, first, computed, last_of(ends))
-        if fetch is None:
-            return None
-        worth = self._gate.read_to(state, fetch, keys, first, computed, ends)
-        if not worth:
-            disk.lookups.release(fetch)
-            return None
-        disk.lookups.cut(fetch, worth, first, computed)
-        return fetch
-
-    def _awaits_look(
-        self, state: RequestState, keys: Sequence[bytes], first: int, computed: int
-    ) -> bool:
-        """Whether to ask again later: it is being seen what other engines have written."""
-        disk = self._core.disk
-        if disk is None or not disk.agent.settings.shared:
-            return False
-        if state.look is None:
-            state.look = Look()
-        if state.look.over:
-            return False
-        patience = self._gate.worth_waiting(state, computed, LOOK_PATIENCE)
-        if disk.lookups.look(state.look, keys, first) and self._wait(state, patience):
-            return True
-        state.look.over = True
-        return False
 
     def _awaits_load(self, state: RequestState, key: bytes, computed: int) -> bool:
         """Whether to ask again later: another request is loading this very prefix."""
@@ -475,7 +415,7 @@ class LoadPlanner:
         prefix += enumerate(offer.nodes, offer.first)
         known = [node for i, node in prefix if i < state.used]
         fresh = [node for i, node in prefix if i >= state.used]
-        added = state.fetch.added if state.fetch is not None else ()
+        added = {node for fetch in state.fetches for node in fetch.added}
         index.touch(
             [node for node in fresh if node not in added],
             again=[*known, *(node for node in fresh if node in added)],
@@ -485,8 +425,20 @@ class LoadPlanner:
         state.used = max(state.used, offer.first + len(offer.nodes))
 
 
+def _note_sources(load: ActiveLoad, state: RequestState, offer: Offer, size: int) -> None:
+    """How much of a load was read from elsewhere into the CPU tier, for this very request."""
+    from_peers: set[Node] = set()
+    if state.peers is not None and state.peers.fetch is not None:
+        from_peers = state.peers.fetch.read
+        load.from_peers = offer.tokens_of(from_peers, load.tokens, size)
+    if state.fetch is not None:
+        load.from_disk = offer.tokens_of(state.fetch.read - from_peers, load.tokens, size)
+
+
 def _furthest(load: ActiveLoad) -> str:
     """Where the part of a load came from that was furthest away."""
     if load.pull is not None:
         return metrics.PEER
+    if load.from_peers:
+        return metrics.PEER_CPU
     return DISK if load.from_disk else TIER

@@ -42,7 +42,7 @@ class DiskProbe:
         """The disk is used again: should that change, see soon."""
         self._pace.begin_again()
 
-    def refused(self, keys: Sequence[bytes], first: int) -> None:
+    def refused(self, keys: Sequence[bytes], first: int, content: bytes = b"") -> None:
         """A prompt is not read from disk: see how fast that would be, now and then.
 
         Args:

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import compat, metrics
-from vllm_tiered_kv.params import ParamsError
 from vllm_tiered_kv.protocol import PullJob, PullResult
 from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory, State
-from vllm_tiered_kv.remote.params import Wish, check_ticket
+from vllm_tiered_kv.remote.params import Wish
 from vllm_tiered_kv.remote.ticket import TicketError
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from vllm_tiered_kv.scheduler.core import Core
     from vllm_tiered_kv.scheduler.requests import RequestState
 
+LEASE_PATIENCE = 5.0
+"""Seconds a look-up waits at most for a lease; what grants it is given up earlier."""
 MAX_HELD_SHARE = 0.25
 """With more than this share of the device's blocks in quarantine nothing is pulled."""
 
@@ -72,16 +73,22 @@ class Pulls:
         core: what the scheduler half's parts share.
         agent: runs the control channel.
         deadline: seconds a read may take.
+        verify: take nothing without checksums, and compare them.
     """
 
-    def __init__(self, core: Core, agent: RemoteAgent, deadline: float) -> None:
+    def __init__(
+        self, core: Core, agent: RemoteAgent, deadline: float, *, verify: bool = False
+    ) -> None:
         self._core = core
         self._agent = agent
         self._deadline = deadline
+        self._verify = verify
         self._pool: BlockPool | None = None
         self._known: dict[str, int] = {}
         """Engines whose memory the ranks know, and of which generation."""
         self._active: dict[int, ActivePull] = {}
+        self._pulling: dict[tuple[str, int], int] = {}
+        """By producer and lease, the pull under way that was begun last."""
         self._quarantined: dict[int, ActivePull] = {}
         self.held = 0
         """Blocks in quarantine."""
@@ -105,12 +112,9 @@ class Pulls:
         if state.remote.wish is not Wish.RECEIVE or not self._agent.receives:
             return
         try:
-            handoff = self._agent.open(state.remote.handoff)
-            state.handoff = handoff
-            check_ticket(state.remote, handoff.ticket)
-        except (TicketError, ParamsError) as error:
+            state.handoff = self._agent.open(state.remote.handoff)
+        except TicketError as error:
             self._core.fail("remote_ticket", f"a hand-over is ignored: {error}")
-            self.drop(state)
 
     def beyond(self, state: RequestState, computed: int, local: int) -> tuple[int, int] | None:
         """The tokens that can be pulled beyond what the tiers have.
@@ -136,7 +140,33 @@ class Pulls:
             self._core.fail("remote_proof", "what was handed over is not of this prompt; ignored")
             self.drop(state)
             return start, start
-        return start, max(start, handoff.ticket.tokens)
+        if self._verify and handoff.granted is not None and not handoff.granted.sums:
+            self._core.fail(
+                "remote_verify",
+                "a hand-over without checksums is ignored: give the producer verify as well",
+            )
+            self.drop(state)
+            return start, start
+        end = handoff.ticket.tokens
+        if start >= state.request.num_tokens - 1:
+            return start, start  # the last token is computed in any case
+        if _name(handoff) in self._pulling and self._will_be_there(state, start, end):
+            return None
+        return start, max(start, end)
+
+    def patience(self, state: RequestState) -> float:
+        """Seconds that the answer "ask again" may be given."""
+        handoff = state.handoff
+        if handoff is not None and handoff.state is State.GRANTED:
+            return self._deadline  # another request's pull of the same has ended by then
+        return LEASE_PATIENCE
+
+    def _will_be_there(self, state: RequestState, start: int, end: int) -> bool:
+        """Whether a request finds on the device some of what another one pulls: whole blocks, and
+        never its last token's."""
+        block = self._core.geometry.hash_tokens
+        found = min(end, state.request.num_tokens - 1) // block
+        return self._core.settings.shares_device_prefixes and found > start // block
 
     def drop(self, state: RequestState) -> None:
         """The request does not want what was handed over to it, or has it."""
@@ -156,7 +186,9 @@ class Pulls:
         geometry = self._core.geometry
         if granted is None or state.content is None or ticket.tokens > state.request.num_tokens:
             return False
-        counts = [-(-ticket.tokens // group.block_tokens) for group in geometry.groups]
+        counts = [-(-ticket.tokens // tokens) for tokens in granted.block_tokens]
+        if len(counts) != len(geometry.groups):
+            return False
         if [len(blocks) for blocks in granted.blocks] != counts:
             return False
         if state.proven is not handoff:
@@ -189,24 +221,39 @@ class Pulls:
         granted = handoff.granted if handoff is not None else None
         if handoff is None or granted is None or handoff.state is not State.GRANTED:
             return None
-        local, remote = [], []
-        for group, table, theirs in zip(geometry.groups, tables, granted.blocks, strict=True):
+        local, remote, skips = [], [], set()
+        for group, table, theirs, size in zip(
+            geometry.groups, tables, granted.blocks, granted.block_tokens, strict=True
+        ):
             if start % group.block_tokens:
                 return None
             first, last = start // group.block_tokens, -(-end // group.block_tokens)
             ours = tuple(table[first:last])
-            if len(ours) < last - first or last > len(theirs) or self._core.null_block in ours:
+            if len(ours) < last - first or self._core.null_block in ours:
                 return None
             local.append(ours)
-            remote.append(tuple(theirs[first:last]))
-        self._introduce(granted.memory)
+            remote.append(tuple(theirs[start // size : -(-end // size)]))
+            skips.add(start % size)
+        if len(skips) != 1:
+            return None
+        self.introduce(granted.memory)
         active = ActivePull(handoff, tuple(b for group in local for b in group), end - start)
         self._active[job] = active
+        self._pulling[_name(handoff)] = job
         state.handoff = None
-        memory = granted.memory
-        return PullJob(memory.engine, tuple(local), tuple(remote), self._deadline), active
+        order = PullJob(
+            granted.memory.engine,
+            tuple(local),
+            tuple(remote),
+            self._deadline,
+            granted.place,
+            start,
+            skips.pop(),
+            granted.sums if self._verify else (),
+        )
+        return order, active
 
-    def _introduce(self, memory: PeerMemory) -> None:
+    def introduce(self, memory: PeerMemory) -> None:
         """Tell the ranks where a producer's memory is, if they do not know."""
         if self._known.get(memory.engine) != memory.generation:
             self._known[memory.engine] = memory.generation
@@ -217,6 +264,8 @@ class Pulls:
         active = self._active.pop(job, None)
         if active is None:
             return
+        if self._pulling.get(_name(active.handoff)) == job:
+            del self._pulling[_name(active.handoff)]
         self._count(active, good=good)
         if not active.writers or self._pool is None:
             self._agent.release(active.handoff)
@@ -255,4 +304,10 @@ class Pulls:
         """Take in what the agent has to say."""
         for engine in self._agent.take_gone():
             if self._known.pop(engine, None) is not None:
+                self.peers = [memory for memory in self.peers if memory.engine != engine]
                 self.gone.append(engine)
+
+
+def _name(handoff: Handoff) -> tuple[str, int]:
+    """What is the same for all who were handed the same."""
+    return handoff.ticket.engine, handoff.ticket.lease

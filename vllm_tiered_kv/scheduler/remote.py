@@ -6,23 +6,28 @@ Scheduler thread only; the control channel is the agent's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.params import ParamsError
-from vllm_tiered_kv.protocol import RemoteSetup, WorkerReport
-from vllm_tiered_kv.remote.params import parse_remote
+from vllm_tiered_kv.protocol import RemoteSetup, SlotRead, SumJob, WorkerReport
+from vllm_tiered_kv.remote.params import Wish, parse_remote, refusal
 from vllm_tiered_kv.scheduler.disk import Since
-from vllm_tiered_kv.scheduler.handing import HandOvers
+from vllm_tiered_kv.scheduler.handing import Handed, HandingOptions, HandOvers
+from vllm_tiered_kv.scheduler.peers import PeerTier
 from vllm_tiered_kv.scheduler.pulls import Pulls
+from vllm_tiered_kv.scheduler.shelving import Shelving
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import BlockPool
     from vllm_tiered_kv.remote.agent import RemoteAgent
+    from vllm_tiered_kv.remote.handoff import PeerMemory
     from vllm_tiered_kv.scheduler.core import Core
     from vllm_tiered_kv.scheduler.requests import RequestState
+    from vllm_tiered_kv.scheduler.stores import StorePlanner
 
+NOT_HANDED = Handed(refusal(), waits=False)
 TRUSTED_NO_MORE = "its caches were reset, perhaps for new weights, which are not looked at again"
 
 
@@ -39,6 +44,18 @@ class RemoteParts(NamedTuple):
     """Seconds a read from a peer may take."""
     contents: str
     """A digest of what the bytes in a page mean, KV heads apart."""
+    handing: HandingOptions = HandingOptions()
+
+
+class RemoteNews(NamedTuple):
+    """What the ranks are told with a step, in the order of `StepPlan`."""
+
+    peers: tuple[PeerMemory, ...] = ()
+    gone: tuple[str, ...] = ()
+    sums: tuple[SumJob, ...] = ()
+    sent: tuple[str, ...] = ()
+    reads: tuple[SlotRead, ...] = ()
+    uncalled: tuple[int, ...] = ()
 
 
 class RemotePlanner:
@@ -46,16 +63,32 @@ class RemotePlanner:
 
     Args:
         core: what the scheduler half's parts share.
+        stores: copies out of the device.
         parts: what hand-overs need.
     """
 
-    def __init__(self, core: Core, parts: RemoteParts) -> None:
+    def __init__(self, core: Core, stores: StorePlanner, parts: RemoteParts) -> None:
         self._core = core
         self.agent = parts.agent
-        self.handing = HandOvers(core, parts.agent, parts.engine_id, parts.tensor_parallel)
-        self.pulls = Pulls(core, parts.agent, parts.deadline)
+        self.handing = HandOvers(
+            core, parts.agent, stores, parts.engine_id, parts.tensor_parallel, parts.handing
+        )
+        self.pulls = Pulls(core, parts.agent, parts.deadline, verify=parts.handing.verify)
         settings = parts.agent.settings
-        self.setup = RemoteSetup(parts.host, settings.sends, settings.receives, parts.contents)
+        self.shelving: Shelving | None = None
+        """What peers may read of the CPU tier; None where nothing is lent."""
+        if parts.agent.shelf is not None:
+            self.shelving = Shelving(parts.agent.shelf, core.index)
+        self.peers: PeerTier | None = None
+        """Other engines as a tier; None where they are not asked."""
+        if settings.peers:
+            self.peers = PeerTier(core, parts.agent, self.pulls.introduce, parts.deadline)
+        self.setup = RemoteSetup(
+            parts.host,
+            settings.sends or self.shelving is not None,
+            settings.receives or self.peers is not None,
+            parts.contents,
+        )
 
     def bind(self, pool: BlockPool) -> None:
         self.handing.bind(pool)
@@ -70,20 +103,33 @@ class RemotePlanner:
             return
         self.pulls.arrived(state)
 
-    def finished(
-        self, state: RequestState, block_ids: Sequence[Sequence[int]]
-    ) -> dict[str, Any] | None:
-        """A request ends: the parameters that another engine goes on from, if any."""
+    def planned(
+        self, state: RequestState, computed: int, tables: Callable[[], Sequence[Sequence[int]]]
+    ) -> None:
+        """A step is planned, with which so many of the request's tokens are computed."""
+        if state.remote.wish is not Wish.SEND:
+            return
         try:
-            return self.handing.finished(state, block_ids)
+            self.handing.planned(state, computed, tables)
+        except Exception:  # noqa: BLE001 - it would end the engine
+            self._core.bug("getting a prompt ready to be handed over")
+
+    def finished(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> Handed | None:
+        """A request ends: what another engine goes on from, where it asked."""
+        if state.remote.wish is not Wish.SEND:
+            return None
+        try:
+            return self.handing.finished(state, block_ids) or NOT_HANDED
         except Exception:  # noqa: BLE001 - it would end the engine
             self._core.bug("handing a prompt over")
-            return None
+            return NOT_HANDED
 
     def take_in(self) -> None:
         """Take in what the agent has to say; at the start of every hook."""
         self.handing.take_in()
         self.pulls.take_in()
+        if self.shelving is not None:
+            self.shelving.take_in()
         for kind in self.agent.take_failures():
             self._core.tally.add(metrics.FAILURES.key(kind))
 
@@ -93,18 +139,48 @@ class RemotePlanner:
             self.agent.remember(report.layout, report.endpoint)
         if report.settled:
             self.pulls.settled(report.rank, report.settled)
+        if self.peers is not None and (report.reads or report.settled):
+            self.peers.report(report.rank, report.reads, report.settled)
+        for sums in report.sums:
+            self.handing.readying.summed(report.rank, sums.lease, sums.groups)
+
+    def take_news(self) -> RemoteNews:
+        """What the ranks are to be told with this step; once."""
+        pulls, handing, peers = self.pulls, self.handing, self.peers
+        sums = handing.readying.sums
+        orders, cancels = (peers.orders, peers.cancels) if peers is not None else ([], [])
+        told = RemoteNews(
+            tuple(pulls.peers),
+            tuple(pulls.gone),
+            tuple(sums),
+            tuple(handing.sent),
+            tuple(orders),
+            tuple(cancels),
+        )
+        for each in (pulls.peers, pulls.gone, sums, handing.sent, orders, cancels):
+            each.clear()
+        return told
 
     def forget(self, since: Since) -> None:
         """Offer nothing of what was computed, and accept nothing that was."""
         if since is Since.EVER:
+            if self.shelving is not None:
+                self.shelving.close()
             self.agent.close(TRUSTED_NO_MORE)
         else:
             self.agent.revoke()
 
     def gauges(self) -> dict[str, float]:
+        peers, quarantined = {}, 0
+        if self.peers is not None:
+            peers[metrics.IN_FLIGHT.key("peer_read")] = float(self.peers.reads)
+            quarantined = self.peers.quarantined
+        if self.shelving is not None:
+            peers[metrics.IN_FLIGHT.key("lent")] = float(self.shelving.lent_slots)
         return {
             metrics.IN_FLIGHT.key("lease"): float(len(self.handing)),
-            metrics.IN_FLIGHT.key("quarantine"): float(self.pulls.quarantined),
+            metrics.IN_FLIGHT.key("quarantine"): float(self.pulls.quarantined + quarantined),
+            **peers,
         }
 
     def shutdown(self) -> None:

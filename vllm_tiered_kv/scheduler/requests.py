@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm_tiered_kv.remote.handoff import Handoff
     from vllm_tiered_kv.scheduler.fetch import Fetch, Look
     from vllm_tiered_kv.scheduler.jobs import ActiveLoad
+    from vllm_tiered_kv.scheduler.peers import PeerLook
+    from vllm_tiered_kv.scheduler.readying import HandOver
     from vllm_tiered_kv.scheduler.ruling import Ruling
 
 NEVER = 1 << 62
@@ -60,6 +62,7 @@ class RequestState:
         "epoch",
         "failed_loads",
         "fetch",
+        "handing",
         "handoff",
         "is_crowded",
         "load",
@@ -70,6 +73,7 @@ class RequestState:
         "next_store_at",
         "offer",
         "params",
+        "peers",
         "planned",
         "proven",
         "pull",
@@ -102,6 +106,8 @@ class RequestState:
         """What it asks of hand-overs between engines."""
         self.handoff: Handoff | None = None
         """What another engine hands over to it; it is to be given back."""
+        self.handing: HandOver | None = None
+        """What of it is being got ready for another engine."""
         self.proven: Handoff | None = None
         """A hand-over that was seen to be of its prompt."""
         self.pull: tuple[int, int] | None = None
@@ -128,6 +134,8 @@ class RequestState:
         """What is read from disk for its look-up; it holds pins until it is given up."""
         self.look: Look | None = None
         """What other engines were seen to have written for it."""
+        self.peers: PeerLook | None = None
+        """What became of the question whether other engines have chunks of it."""
         self.is_crowded = False
         """Its load would take the room that others need to run."""
         self.failed_loads = 0
@@ -148,6 +156,19 @@ class RequestState:
         self.began_with = "none"
         """Where what was not computed of its prompt came from: one of ``metrics.SOURCES``,
         or ``metrics.PEER``."""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether something was read for its look-up, or is being read."""
+        return self.fetch is not None or (self.peers is not None and self.peers.fetch is not None)
+
+    @property
+    def fetches(self) -> Iterator[Fetch]:
+        """What was read for its look-up, or is being read."""
+        if self.fetch is not None:
+            yield self.fetch
+        if self.peers is not None and self.peers.fetch is not None:
+            yield self.peers.fetch
 
     def uncomputed(self, hash_tokens: int) -> Sequence[bytes]:
         """Hashes of its blocks that no step planned so far fills.

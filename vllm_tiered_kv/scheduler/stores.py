@@ -49,6 +49,8 @@ class StorePlanner:
         """For the next plan."""
         self.fences: list[int] = []
         """For the next plan."""
+        self.on_end: Callable[[Node, bool], None] = _nobody
+        """Told of each node that a store has been written to, and whether it can be read."""
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -99,6 +101,10 @@ class StorePlanner:
             core.count_copy("store", store.nbytes, store.seconds)
         elif failed:
             core.fail("store", "storing a chunk failed; it is not kept")
+        if store.is_lent:
+            core.index.unpin(node)
+            self.on_end(node, done)
+            return
         is_first = not store.extends or node.is_empty
         if is_first:
             kept = done and node.state is not NodeState.GONE
@@ -111,6 +117,32 @@ class StorePlanner:
         else:
             core.index.discard(node)
         core.index.unpin(node)
+        self.on_end(node, node.state is NodeState.READY)
+
+    def is_storing(self, node: Node) -> bool:
+        """Whether :attr:`on_end` will be told of a node."""
+        return self._core.ledger.is_storing(node)
+
+    def lend(
+        self, node: Node, parts: Mapping[int, tuple[int, ...]], use: AdapterUse | None
+    ) -> bool:
+        """Copy device blocks to slots that are not in the index.
+
+        Args:
+            node: from `ChunkIndex.borrow`.
+            parts: device blocks by KV cache group, at most a chunk's.
+            use: the LoRA weights they were computed with.
+
+        Returns:
+            False if too much is under way.
+        """
+        core, pool = self._core, self._pool
+        if pool is None or len(core.ledger.stores) >= MAX_STORES:
+            return False
+        copies = tuple(BlockCopy(g, node.slots[g], 0, part) for g, part in parts.items())
+        self._submit(pool, ActiveStore(node, _blocks(copies), is_lent=True), copies, use)
+        core.index.pin(node)
+        return True
 
     def reset(self) -> None:
         """What is under way is of no use any more."""
@@ -249,12 +281,22 @@ class StorePlanner:
     ) -> None:
         """Have device blocks, by group, copied into the slots of these groups."""
         copies = tuple(BlockCopy(group, slots[group], 0, part) for group, part in parts.items())
-        blocks = tuple(block for copy in copies for block in copy.blocks)
-        job = self._core.ledger.add_store(ActiveStore(node, blocks, extends))
-        compat.watch_blocks(pool, blocks, self._on_reuse)
-        self.jobs.append(StoreJob(job, copies, visit.adapter))
+        store = ActiveStore(node, _blocks(copies), extends)
+        job = self._submit(pool, store, copies, visit.adapter)
         if self._core.disk is not None:
             self._core.disk.storing(job, node, tuple(parts), visit.request, visit.chunk)
+
+    def _submit(
+        self,
+        pool: BlockPool,
+        store: ActiveStore,
+        copies: tuple[BlockCopy, ...],
+        use: AdapterUse | None,
+    ) -> int:
+        job = self._core.ledger.add_store(store)
+        compat.watch_blocks(pool, store.blocks, self._on_reuse)
+        self.jobs.append(StoreJob(job, copies, use))
+        return job
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
         """vLLM hands a block out again: what still reads it is void from now on."""
@@ -270,6 +312,14 @@ class StorePlanner:
         if self._core.disk is not None:
             for job in voided:
                 self._core.disk.store_ended(job, good=False)
+
+
+def _blocks(copies: Sequence[BlockCopy]) -> tuple[int, ...]:
+    return tuple(block for copy in copies for block in copy.blocks)
+
+
+def _nobody(node: Node, good: bool) -> None:
+    """Nobody wants to know."""
 
 
 def _lacks(geometry: Geometry, node: Node, states: Mapping[int, int]) -> list[int]:

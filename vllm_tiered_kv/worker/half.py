@@ -59,6 +59,7 @@ from vllm_tiered_kv.worker.mover import (
 )
 from vllm_tiered_kv.worker.pages import DevicePages
 from vllm_tiered_kv.worker.pool import HostPool, PoolError
+from vllm_tiered_kv.worker.remote.layout import OwnSlots
 from vllm_tiered_kv.worker.remote.side import NOTHING as NOTHING_SAID
 from vllm_tiered_kv.worker.remote.side import RemoteSide
 
@@ -83,6 +84,8 @@ class LoadOutcome:
         """Also in ``finished``: nothing of these loads counts."""
         self.bad_blocks: set[int] = set()
         """Device blocks that did not arrive, of loads whose head does count."""
+        self.sent: set[str] = set()
+        """Requests whose blocks are not needed any more."""
 
 
 class WorkerHalf:
@@ -142,12 +145,15 @@ class WorkerHalf:
         self._trouble = OncePerKind(logger)
         self._lock = threading.Lock()
         self._copy_ended = threading.Condition(self._lock)
+        self._woken = False
+        """Whether a read of a peer's pages or of a file ended since loads were last taken."""
         self._load_results: list[JobResult] = []  # engine thread only
         self._results: list[JobResult] = []  # stores, not yet in worker metadata
         self._counts = metrics.Tally()
         self._loads: dict[int, LoadJob] = {}  # engine thread only
         self._ended: list[JobResult] = []  # loads whose end vLLM has not been told
         self._refail: set[str] = set()
+        self._sent: set[str] = set()
         self._mark: Any = None
         self._plan: StepPlan | None = None
         self._unstarted: tuple[StoreJob, ...] = ()
@@ -260,7 +266,9 @@ class WorkerHalf:
         if setup.disk_orders:
             self._open_disk(setup, pool)
         if self.remote is not None and setup.remote is not None:
-            self.remote.open(setup.remote)
+            address = pool.tensor.data_ptr()
+            own = OwnSlots(address, slot_bytes, slots, setup.chunk_tokens, self._pages.groups)
+            self.remote.open(setup.remote, own)
 
     def _open_disk(self, setup: Setup, pool: HostPool) -> None:
         """Be ready for the disk agent's orders."""
@@ -326,6 +334,7 @@ class WorkerHalf:
         self.adapters.observe()
         if self.remote is not None:
             self.remote.follow(plan)
+            self.remote.read_slots(plan.reads, plan.uncalled)
         if self._unstarted:
             # This rank's runner left the last step without coming to its stores, as it does on
             # all but the last stage of a pipeline with draft tokens. Their blocks still hold
@@ -343,6 +352,7 @@ class WorkerHalf:
 
     def start_loads(self, plan: StepPlan) -> None:
         self._refail.update(plan.refail)
+        self._sent.update(plan.sent)
         self._submit_loads(plan.loads)
         if plan.cancels and (lane := self._lanes.get(Direction.LOAD)) is not None:
             lane.call_off(plan.cancels, JobStatus.DROPPED)
@@ -380,8 +390,10 @@ class WorkerHalf:
         """
         outcome = LoadOutcome()
         with self._lock:
-            if idle and not self._ended and not self._results and self._copying():
+            news = self._woken or self._ended or self._results
+            if idle and not news and self._copying():
                 self._copy_ended.wait(IDLE_WAIT)
+            self._woken = False  # before they are looked at: what ends later is seen next time
             ended, self._ended = self._ended, []
         whole = ended if self.remote is None else self.remote.whole(ended, self._loads)
         for result in whole:
@@ -405,6 +417,7 @@ class WorkerHalf:
         outcome.finished |= self._refail
         outcome.failed |= self._refail
         self._refail = set()
+        outcome.sent, self._sent = self._sent, set()
         return outcome
 
     def take_report(self) -> WorkerReport | None:
@@ -525,14 +538,17 @@ class WorkerHalf:
         )
 
     def _copying(self) -> bool:
-        """Whether a load, a store, or a read of a file is under way."""
+        """Whether a load, a store, a read of a file or of a peer's slots, or a checksum goes on."""
         if self._loads or (self._disk is not None and self._disk.is_reading):
+            return True
+        if self.remote is not None and (self.remote.is_summing or self.remote.is_reading):
             return True
         lane = self._lanes.get(Direction.STORE)
         return lane is not None and lane.in_flight > 0
 
     def _wake_idle(self) -> None:
         with self._lock:
+            self._woken = True
             self._copy_ended.notify_all()
 
     # -- results (lane threads) ------------------------------------------------------------

@@ -15,7 +15,7 @@ from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.format import ChunkFacts, padded
 from vllm_tiered_kv.tiers.disk.store import RankFolder, Read, Written
 
-NAMESPACE = "0123456789abcdef-fedcba9876543210"
+NAMESPACE = f"{'0123456789abcdef' * 2}-{'fedcba9876543210' * 2}"
 KEY = bytes(range(32))
 NBYTES = 3 * 4096 + 100
 FACTS = ChunkFacts((KEY, b"\xff" * 32), 2, 7, 32)

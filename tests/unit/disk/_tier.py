@@ -90,6 +90,7 @@ class Bench:
         self.unreachable: set[int] = set()
         self.takes_chores = True
         self.free = 1 << 40
+        self.full = False
         self.purges = 0
         self.written_after: dict[FileName, int] = {}
         """How many purges there had been when a file was written here."""
@@ -240,8 +241,8 @@ class Bench:
         news = self.news.append
         match chore:
             case Prepare():
-                news(Prepared(IoMode.BUFFERED))
                 news(Measured(self.free))
+                news(Prepared(IoMode.BUFFERED, self.full))
             case Scan():
                 found = [FoundFile(name, size, 7) for name, size in self.disk.items()]
                 news(ScanPiece(found))

@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,9 +26,11 @@ from tests.unit.disk._agent import (
     payload,
     rig,
 )
+from tests.unit.disk._files import mode_of
 from vllm_tiered_kv.protocol import Direction, JobResult, JobStatus
 from vllm_tiered_kv.tiers.disk import agent as agent_module
 from vllm_tiered_kv.tiers.disk.chores import Measure
+from vllm_tiered_kv.tiers.disk.direct import IoMode
 from vllm_tiered_kv.tiers.disk.format import ChunkFacts
 from vllm_tiered_kv.tiers.disk.orders import OrderResult, Outcome, Part, RankReport, WriteOrder
 
@@ -50,6 +58,20 @@ def test_what_is_written_is_read_and_found_by_the_next(tmp_path: Path) -> None:
         assert job is not None
         assert engine.outcomes[job] is Outcome.DONE
         assert not engine.wrong
+
+
+def test_it_says_how_files_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vllm.tiered_kv")
+    files = FaultyFiles(0)
+    for refused in (False, True):
+        if refused:  # as on a file system without it
+            files.errors, files.failing, files.rate = (errno.EINVAL,), frozenset({"preadv"}), 1.0
+        with rig(tmp_path / str(refused), files) as engine:
+            engine.open()
+    said = [r.getMessage().rpartition("; ")[2] for r in caplog.records if "ready" in r.message]
+    direct = mode_of(tmp_path) is IoMode.DIRECT
+    ways = ("directly" if direct else "through the page cache", "through the page cache")
+    assert said == [f"files are read and written {way}" for way in ways]
 
 
 def test_uses_are_written_down_at_the_end(tmp_path: Path) -> None:
@@ -162,7 +184,8 @@ def test_the_end_comes_although_a_file_call_hangs(
             engine.agent.open(SPACE, {})
         assert files.waiting.acquire(timeout=30)
         engine.agent.shutdown()
-        ended = [executor.close(0.2) for executor in engine.executors]
+        patience = 0.2 if thread == "ranks" else 30.0
+        ended = [executor.close(patience) for executor in engine.executors]
         assert ended == [thread == "keeper"]
         files.flow.set()
         for t in (*engine.executors[0]._threads, engine.agent._keeper._thread):
@@ -198,6 +221,77 @@ def test_a_folder_that_is_deleted_is_made_anew(tmp_path: Path) -> None:
         engine.wait(lambda: not engine.agent.is_degraded, "it does not work again")
         written(engine, 2)
         assert len(on_disk(root)) == 2
+
+
+def test_what_another_model_uses_outlives_what_nobody_does(tmp_path: Path) -> None:
+    with rig(tmp_path) as engine, rig(tmp_path) as other:
+        other.agent.open("another-1", {})
+        other.wait(lambda: other.agent.is_readable, "it did not open")
+        written(other, 1, 2)
+        for path in (tmp_path / "another-1").rglob("*.kv"):
+            os.utime(path, ns=(1, 1))  # it was long ago
+        engine.open()
+        written(engine, *range(5))
+        other.read(key_of(1))
+        other.settle()
+        engine.rescan()
+        written(engine, *range(5, 18))
+        engine.wait(lambda: not engine.agent._tier._removal._leaving, "files never leave")
+        assert engine.agent.evicted
+        left = {path.name[: len(key_of(0).hex())] for path in tmp_path.glob("another-1/*/*/*.kv")}
+        assert left == {key_of(1).hex()}
+
+
+class SmallFiles(FaultyFiles):
+    """A file system of so many bytes: what does not fit is not written."""
+
+    def __init__(self, root: Path, size: int) -> None:
+        super().__init__(0)
+        self.root, self.size = root, size
+
+    @property
+    def free(self) -> int:
+        return self.size - sum(p.stat().st_size for p in self.root.rglob("*") if p.is_file())
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if sum(buffer.nbytes for buffer in buffers) > self.free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().pwritev(fd, buffers, offset)
+
+    def statvfs(self, fd: int) -> Any:
+        return SimpleNamespace(f_blocks=self.size, f_bavail=self.free, f_frsize=1)
+
+
+def test_a_file_system_that_others_fill_is_read_and_its_chunks_make_room(tmp_path: Path) -> None:
+    files = SmallFiles(tmp_path, 40 * FILE)
+    with rig(tmp_path, files, min_free=8 * FILE) as engine:
+        engine.open()
+        written(engine, *range(10))
+        (tmp_path / "others").write_bytes(bytes(files.free))
+        job = engine.write(key_of(20))
+        engine.settle()
+        assert job is not None
+        assert engine.outcomes[job] is Outcome.FAILED
+        engine.wait(lambda: files.free >= 8 * FILE, "no room is made")
+        engine.wait(lambda: not engine.agent.is_degraded, "it does not work again")
+        written(engine, 21)
+        assert engine.close()
+        assert len(on_disk(tmp_path)) <= 12
+
+        left = len(on_disk(tmp_path))
+        (tmp_path / "others").write_bytes(bytes(files.size))  # what was free, and more
+        with rig(tmp_path, files, min_free=1) as second:  # it begins like that
+            second.open()
+            assert second.agent.is_degraded
+            assert not second.agent.is_writable
+            job = second.read(key_of(21))
+            second.settle()
+            assert job is None or second.outcomes[job] is not Outcome.FAILED
+            second.wait(lambda: len(on_disk(tmp_path)) < left, "nothing goes")
+            (tmp_path / "others").unlink()
+            second.wait(lambda: second.agent.is_writable, "it does not work again")
+            written(second, 22)
+            assert not second.wrong
 
 
 def test_files_beyond_a_smaller_capacity_go_without_a_request(tmp_path: Path) -> None:

@@ -100,6 +100,34 @@ def test_the_oldest_found_goes_first_and_a_chunk_is_as_old_as_its_newest_file(
     assert order == [4, 5, 3, 1, 2]
 
 
+def scan(catalogue: Catalogue, times: dict[FileName, int], since_ns: int) -> None:
+    catalogue.scan_begins()
+    catalogue.found([found(name, used_ns=at) for name, at in times.items()], since_ns)
+    catalogue.scan_ends()
+
+
+def test_what_others_use_outlives_what_nobody_does() -> None:
+    catalogue = opened()
+    times = {file(1): 10, file(2): 20, file(3, "other"): 30, file(4, "other"): 40}
+    scan(catalogue, times, since_ns=5)
+    catalogue.wrote(file(5), 8192, 0)
+    times |= {file(5): 60, file(1): 100, file(3, "other"): 90, file(6, "other"): 95}
+    scan(catalogue, times, since_ns=50)
+    order = [catalogue.victims(1, 1)[0].key[0] for _ in range(6)]
+    assert order == [2, 4, 5, 3, 6, 1]
+
+
+def test_what_is_used_here_is_as_new_as_is_known_here() -> None:
+    """Not by its file's time, which is set later and only every few seconds."""
+    catalogue = opened()
+    scan(catalogue, {file(1): 10, file(2): 20, file(3): 30}, since_ns=5)
+    for key in (b"\x03", b"\x02", b"\x01"):
+        catalogue.used_now([key])
+    for _ in range(2):
+        scan(catalogue, {file(1): 60, file(2): 70, file(3): 80}, since_ns=50)
+    assert [catalogue.victims(1, 1)[0].key[0] for _ in range(3)] == [3, 2, 1]
+
+
 def test_what_an_interrupted_scan_has_found_can_be_evicted_after_the_next() -> None:
     catalogue = opened()
     catalogue.scan_begins()

@@ -26,14 +26,13 @@ from tests.unit.disk._files import (
     write,
 )
 from vllm_tiered_kv.tiers.disk.direct import IoMode, probe
+from vllm_tiered_kv.tiers.disk.entries import NEVER
 from vllm_tiered_kv.tiers.disk.failures import FailureReason
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.format import file_bytes
 from vllm_tiered_kv.tiers.disk.identity_file import write_identity
 from vllm_tiered_kv.tiers.disk.scan import (
-    Found,
-    remove_found,
-    remove_namespace,
+    remove_vacant,
     scan_root,
 )
 from vllm_tiered_kv.tiers.disk.store import RankFolder, ReadStatus, WriteStatus
@@ -284,11 +283,10 @@ def everything(root: Path, files: Files) -> None:
     """Calls that say nothing of a failure but by what they did."""
     probe(files, root, NAMESPACE, 0)
     write_identity(files, root, NAMESPACE, {"model": "tiny"})
-    found = [item for item in scan_root(files, root) if isinstance(item, Found)]
-    for item in found[:1]:
-        remove_found(files, root, item)
+    list(scan_root(files, root))
+    path_of(root).unlink(missing_ok=True)
     list(scan_root(files, root, lambda _: True))
-    list(remove_namespace(files, root, NAMESPACE))
+    remove_vacant(files, root, NAMESPACE, NEVER)
 
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from tests.unit.disk._agent import FaultyFiles
 from tests.unit.disk._files import KEY, NAMESPACE, mode_of, path_of, rank_folder, write
 from vllm_tiered_kv.tiers.disk import keeper as module
 from vllm_tiered_kv.tiers.disk.chores import (
+    Mark,
     Measure,
     Measured,
     News,
@@ -29,13 +31,16 @@ from vllm_tiered_kv.tiers.disk.chores import (
     ScanPiece,
     Touch,
     Trouble,
+    Unmark,
 )
 from vllm_tiered_kv.tiers.disk.entries import FileName
 from vllm_tiered_kv.tiers.disk.format import file_bytes
 from vllm_tiered_kv.tiers.disk.keeper import Keeper
+from vllm_tiered_kv.tiers.disk.names import parse_mark_file
 from vllm_tiered_kv.tiers.disk.survey import PAGE
 
 NAME = FileName(NAMESPACE, 0, 0, KEY)
+LEFT, YOUNG = f"{'1' * 24}.tmp", f"{'2' * 24}.tmp"
 SCAN = Scan(NAMESPACE, 1, 0.0)
 
 
@@ -83,7 +88,7 @@ def test_a_scan_tells_files_and_counts_the_rest(bench: Bench, tmp_path: Path) ->
     write(rank_folder(tmp_path, namespace="another", rank=3))
     for space in (NAMESPACE, "another"):
         (tmp_path / space / "r0" / "tmp").mkdir(parents=True, exist_ok=True)
-        (tmp_path / space / "r0" / "tmp" / "abc.tmp").write_bytes(bytes(1000))
+        (tmp_path / space / "r0" / "tmp" / LEFT).write_bytes(bytes(1000))
     assert bench.keeper.ask(SCAN)
     piece, ended = bench.news.get(timeout=30), bench.news.get(timeout=30)
     assert isinstance(piece, ScanPiece)
@@ -94,6 +99,69 @@ def test_a_scan_tells_files_and_counts_the_rest(bench: Bench, tmp_path: Path) ->
     assert ended.missed == 0
     young = bench.ask(Scan(NAMESPACE, 1, 60.0), ScanEnded)
     assert young.other_bytes == folders + PAGE + 1000  # ours may be under way
+
+
+def test_a_scan_says_since_when_files_were_used(bench: Bench, tmp_path: Path) -> None:
+    write(rank_folder(tmp_path))
+    for _ in range(2):
+        os.utime(path_of(tmp_path))
+        piece = bench.ask(SCAN, ScanPiece)
+        assert piece.files[0].used_ns >= piece.since_ns
+    os.utime(path_of(tmp_path), ns=(0, time.time_ns() - 2 * module.NOTED_LATE_NS))
+    piece = bench.ask(SCAN, ScanPiece)
+    assert piece.files[0].used_ns < piece.since_ns
+
+
+def test_a_time_from_the_future_becomes_now(bench: Bench, tmp_path: Path) -> None:
+    """Else the file would be the newest for years."""
+    write(rank_folder(tmp_path))
+    for ahead, stays in ((module.AHEAD_NS // 2, True), (10**18, False)):
+        used_ns = time.time_ns() + ahead
+        os.utime(path_of(tmp_path), ns=(used_ns, used_ns))
+        file = bench.ask(SCAN, ScanPiece).files[0]
+        assert file.used_ns == path_of(tmp_path).stat().st_mtime_ns
+        assert (file.used_ns == used_ns) is stays
+
+
+def test_a_mark_covers_what_is_written_after_the_clock_was_set_back(
+    bench: Bench, tmp_path: Path
+) -> None:
+    bench.keeper._since_ns = time.time_ns() + 10**18  # it was ahead when the keeper began
+    bench.ask(Prepare(NAMESPACE, {}), Prepared)
+    write(rank_folder(tmp_path))
+    bench.keeper.ask(Mark(NAMESPACE))
+    bench.ask(Probe(0, []), Probed)
+    (mark,) = (tmp_path / NAMESPACE).glob("*.mark")
+    since_ns = parse_mark_file(mark.name)
+    assert since_ns is not None
+    assert since_ns <= path_of(tmp_path).stat().st_ctime_ns
+    bench.keeper._since_ns -= 10**18  # and once more
+    bench.keeper.ask(Mark(NAMESPACE))
+    bench.keeper.ask(Unmark(NAMESPACE))
+    bench.ask(Probe(0, []), Probed)
+    assert not list((tmp_path / NAMESPACE).glob("*.mark"))
+
+
+def test_a_scan_says_again_what_a_namespace_is(bench: Bench, tmp_path: Path) -> None:
+    bench.ask(Prepare(NAMESPACE, {"a": 1}), Prepared)
+    file = tmp_path / NAMESPACE / "identity.json"
+    said = file.read_bytes()
+    shutil.rmtree(tmp_path / NAMESPACE)
+    write(rank_folder(tmp_path))
+    bench.ask(SCAN, ScanEnded)
+    assert file.read_bytes() == said
+
+
+def test_a_scan_removes_namespaces_that_nobody_uses(bench: Bench, tmp_path: Path) -> None:
+    mine, other, dead = (f"{i * 32}-{'f' * 32}" for i in "abc")
+    for space in (mine, other):
+        bench.ask(Prepare(space, {}), Prepared)
+    os.utime(tmp_path / other / "identity.json", ns=(0, 0))
+    bench.ask(Scan(other, 1, 0.0), ScanEnded)  # its engine goes on, with nothing in it
+    bench.ask(Prepare(dead, {}), Prepared)
+    os.utime(tmp_path / dead / "identity.json", ns=(0, 0))
+    bench.ask(Scan(mine, 1, 0.0), ScanEnded)
+    assert {path.name for path in tmp_path.iterdir()} == {mine, other}
 
 
 def test_a_scan_says_what_it_could_not_see(bench: Bench, tmp_path: Path) -> None:
@@ -210,8 +278,8 @@ def test_what_is_made_is_for_its_owner_alone(bench: Bench, tmp_path: Path) -> No
 def test_a_scan_removes_what_was_left_behind(bench: Bench, tmp_path: Path) -> None:
     folder = tmp_path / NAMESPACE / "r0" / "tmp"
     folder.mkdir(parents=True)
-    (folder / "left.tmp").write_bytes(bytes(1000))
-    bench.keeper._leftovers.has = lambda temp: temp.name == "left.tmp"  # type: ignore[method-assign]
-    (folder / "young.tmp").write_bytes(bytes(1000))
+    (folder / LEFT).write_bytes(bytes(1000))
+    bench.keeper._leftovers.has = lambda temp: temp.name == LEFT  # type: ignore[method-assign]
+    (folder / YOUNG).write_bytes(bytes(1000))
     assert bench.ask(SCAN, ScanEnded).other_bytes == PAGE + 1000
-    assert [path.name for path in folder.iterdir()] == ["young.tmp"]
+    assert [path.name for path in folder.iterdir()] == [YOUNG]

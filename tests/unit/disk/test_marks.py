@@ -14,7 +14,6 @@ from vllm_tiered_kv.tiers.disk.failures import FailureReason
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.marks import MARGIN, clear_mark, inherit, set_mark
 from vllm_tiered_kv.tiers.disk.names import mark_file, parse_mark_file
-from vllm_tiered_kv.tiers.disk.scan import remove_namespace
 
 OTHER = bytes(reversed(KEY))
 
@@ -104,13 +103,6 @@ def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
         lambda: inherit(Files(), tmp_path, "../there", always),
     ):
         assert call() is FailureReason.NAME
-
-
-def test_a_namespace_is_removed_with_its_marks(tmp_path: Path) -> None:
-    write(rank_folder(tmp_path), KEY)
-    set_mark(Files(), tmp_path, NAMESPACE, 0)
-    list(remove_namespace(Files(), tmp_path, NAMESPACE))
-    assert not (tmp_path / NAMESPACE).exists()
 
 
 def _killed_while_it_purged(root: Path) -> None:

@@ -59,10 +59,20 @@ def test_other_folders_are_no_namespaces(name: str) -> None:
     assert not names.valid_namespace(name)
 
 
-@pytest.mark.parametrize("name", [".tmp", "a.tmp\n", "A.tmp", "a/b.tmp", "a" * 65 + ".tmp", "a"])
+TOKEN = "0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(".tmp", "download.tmp", "a.tmp", f"{TOKEN}.tmp\n", f"{TOKEN.upper()}.tmp", TOKEN),
+        *(f"{TOKEN}8.tmp", f"{TOKEN[1:]}.tmp", f"a/{TOKEN}.tmp", f"backup-{TOKEN}.tmp"),
+    ],
+)
 def test_other_files_are_no_temporary_ones(name: str) -> None:
     assert not names.is_temp_file(name)
-    assert names.is_temp_file(names.temp_file("a-0"))
+    assert names.is_temp_file(names.temp_file(TOKEN))
+    assert names.is_temp_file(names.temp_file(f"{names.IDENTITY_TOKEN}{TOKEN}"))
 
 
 @pytest.mark.parametrize("name", ["", "a", "abc", "AB", "g0", "ab\n"])

@@ -2,10 +2,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.unit.disk._files import (
@@ -17,6 +17,7 @@ from tests.unit.disk._files import (
     open_descriptors,
     path_of,
     rank_folder,
+    read,
     write,
 )
 from vllm_tiered_kv.tiers.disk.failures import FailureReason
@@ -31,12 +32,13 @@ from vllm_tiered_kv.tiers.disk.scan import (
     FoundTemp,
     Item,
     Unreadable,
-    remove_found,
-    remove_namespace,
+    remove_vacant,
     scan_root,
 )
+from vllm_tiered_kv.tiers.disk.store import ReadStatus, WriteStatus
 
 OTHER = "f" * 128
+LEFT, HALF = f"{'1' * 24}.tmp", f"identity-{'2' * 24}.tmp"
 FOUND = Found(NAMESPACE, 0, KEY, 0, file_bytes(NBYTES), USED_NS)
 
 
@@ -44,7 +46,7 @@ def scan(root: Path) -> list[Item]:
     return list(scan_root(Files(), root))
 
 
-def make_temp(root: Path, name: str = "left.tmp", rank: int = 0) -> Path:
+def make_temp(root: Path, name: str = LEFT, rank: int = 0) -> Path:
     folder = root / NAMESPACE / f"r{rank}" / "tmp"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
@@ -87,17 +89,11 @@ def test_a_folder_is_told_before_what_is_in_it(tmp_path: Path) -> None:
 
 def test_a_file_that_is_being_written_is_told_as_such(tmp_path: Path) -> None:
     path = make_temp(tmp_path)
-    (tmp_path / NAMESPACE / "half.tmp").write_bytes(b"")
+    (tmp_path / NAMESPACE / HALF).write_bytes(b"")
     items = [item for item in scan(tmp_path) if isinstance(item, FoundTemp)]
     assert sorted(items, key=lambda item: item.name) == [
-        FoundTemp(
-            NAMESPACE,
-            None,
-            "half.tmp",
-            0,
-            (tmp_path / NAMESPACE / "half.tmp").stat().st_ctime_ns,
-        ),
-        FoundTemp(NAMESPACE, 0, "left.tmp", 4, path.stat().st_ctime_ns),
+        FoundTemp(NAMESPACE, 0, LEFT, 4, path.stat().st_ctime_ns),
+        FoundTemp(NAMESPACE, None, HALF, 0, (tmp_path / NAMESPACE / HALF).stat().st_ctime_ns),
     ]
 
 
@@ -113,6 +109,8 @@ SHARD = f"{NAMESPACE}/r0/00"
         f"{SHARD}/notes.txt",
         f"{SHARD}/ff.0.kv",  # of another shard
         f"{SHARD}/00.0.kv.tmp",
+        f"{NAMESPACE}/backup.tmp",
+        f"{NAMESPACE}/r0/tmp/notes.tmp",
         f"{NAMESPACE}/r0/tmp/00.0.kv",
         "namespace",  # a file where a folder should be
         f"{NAMESPACE}/r7",
@@ -137,13 +135,12 @@ def test_what_is_not_ours_is_told_and_left(tmp_path: Path, path: str, make: str)
     assert [item for item in items if isinstance(item, Foreign)] == [Foreign(path)]
     assert [item for item in items if isinstance(item, Found)] == [FOUND]
     list(scan_root(Files(), root, lambda _: True))
-    list(remove_namespace(Files(), root, NAMESPACE))
     assert os.path.lexists(place)
     assert sorted(outside.rglob("*")) == before
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/etc/hosts")])
-@pytest.mark.parametrize("path", [f"{SHARD}/00.1.kv", f"{NAMESPACE}/r0/tmp/a.tmp"])
+@pytest.mark.parametrize("path", [f"{SHARD}/00.1.kv", f"{NAMESPACE}/r0/tmp/{LEFT}"])
 def test_what_only_has_a_files_name_is_not_ours(
     tmp_path: Path, path: str, make: Callable[[Path], None]
 ) -> None:
@@ -175,7 +172,7 @@ def test_a_folder_that_vanishes_is_passed_over(tmp_path: Path) -> None:
     write(rank_folder(tmp_path))
     scanning = scan_root(Files(), tmp_path)
     assert next(scanning) == FolderMade(NAMESPACE, None)
-    assert list(remove_namespace(Files(), tmp_path, NAMESPACE)) == [FOUND]
+    shutil.rmtree(tmp_path / NAMESPACE)
     assert list(scanning) == []
 
 
@@ -216,7 +213,7 @@ def test_a_scan_opens_folders_only(tmp_path: Path) -> None:
 
 def test_what_was_left_behind_is_removed(tmp_path: Path) -> None:
     write(rank_folder(tmp_path))
-    paths = [make_temp(tmp_path), make_temp(tmp_path, rank=1), tmp_path / NAMESPACE / "half.tmp"]
+    paths = [make_temp(tmp_path), make_temp(tmp_path, rank=1), tmp_path / NAMESPACE / HALF]
     paths[2].write_bytes(b"")
     found = [item for item in scan(tmp_path) if isinstance(item, FoundTemp)]
     left = next(item for item in found if item.rank == 1)
@@ -228,57 +225,78 @@ def test_what_was_left_behind_is_removed(tmp_path: Path) -> None:
     assert path_of(tmp_path).exists()
 
 
-def test_a_namespace_is_removed_with_all_that_is_ours(tmp_path: Path) -> None:
-    for namespace in (NAMESPACE, OTHER):
-        for rank in (0, 1):
-            write(rank_folder(tmp_path, namespace=namespace, rank=rank))
-        write_identity(Files(), tmp_path, namespace, {})
-    make_temp(tmp_path)
-    removed = list(remove_namespace(Files(), tmp_path, NAMESPACE))
-    assert len(removed) == 3
-    assert not (tmp_path / NAMESPACE).exists()
-    assert len([item for item in scan(tmp_path) if isinstance(item, Found)]) == 2
-    assert (tmp_path / OTHER / "identity.json").exists()
+MODEL = f"{'a' * 32}-{'b' * 32}"
+LONG_AGO, LATER = 10**9, 2 * 10**9
 
 
-@pytest.mark.parametrize("namespace", ["", "..", "missing", "a/b"])
-def test_a_namespace_that_is_not_there_is_not_removed(tmp_path: Path, namespace: str) -> None:
-    (tmp_path / "root").mkdir()
-    (tmp_path / "root" / "a").mkdir()
-    assert list(remove_namespace(Files(), tmp_path / "root", namespace)) == []
-    assert (tmp_path / "root" / "a").exists()
+def vacant(root: Path, namespace: str = MODEL, used_ns: int = LONG_AGO) -> Path:
+    """A namespace from which all chunks have gone."""
+    for rank in (0, 1):
+        write(rank_folder(root, namespace=namespace, rank=rank))
+        path_of(root, namespace=namespace, rank=rank).unlink()
+    write_identity(Files(), root, namespace, {})
+    os.utime(root / namespace / "identity.json", ns=(used_ns, used_ns))
+    return root / namespace
 
 
-def test_a_file_that_was_found_is_removed(tmp_path: Path) -> None:
-    write(rank_folder(tmp_path, namespace=OTHER, rank=3))
-    make_temp(tmp_path)
-    (tmp_path / NAMESPACE / "half.tmp").write_bytes(b"")
-    files = [item for item in scan(tmp_path) if isinstance(item, (Found, FoundTemp))]
-    assert len(files) == 3
-    assert [remove_found(Files(), tmp_path, item) for item in files] == [True] * 3
-    assert [remove_found(Files(), tmp_path, item) for item in files] == [False] * 3
-    assert not [item for item in scan(tmp_path) if isinstance(item, (Found, FoundTemp))]
+def test_a_namespace_that_holds_nothing_is_removed(tmp_path: Path) -> None:
+    folder, other = vacant(tmp_path), vacant(tmp_path, f"{'c' * 32}-{'d' * 32}")
+    assert remove_vacant(Files(), tmp_path, MODEL, LATER)
+    assert not folder.exists()
+    assert (other / "identity.json").exists()
+    assert not remove_vacant(Files(), tmp_path, MODEL, LATER)
 
 
-def test_a_namespace_cannot_lead_out_of_the_root(tmp_path: Path) -> None:
-    write(rank_folder(tmp_path, namespace="outside"))
-    (tmp_path / "outside" / "root").mkdir()
-    item = msgspec.structs.replace(FOUND, namespace="..")
-    assert not remove_found(Files(), tmp_path / "outside" / "root", item)
-    assert path_of(tmp_path, namespace="outside").exists()
+def test_what_was_left_of_its_removal_is_removed(tmp_path: Path) -> None:
+    folder = vacant(tmp_path)
+    (folder / "identity.json").unlink()
+    os.utime(folder, ns=(LONG_AGO, LONG_AGO))
+    assert remove_vacant(Files(), tmp_path, MODEL, LATER)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
-    "item",
-    [
-        msgspec.structs.replace(FOUND, key=b""),
-        FoundTemp(NAMESPACE, 0, "../../identity.json", 0, 0),
-        FoundTemp(NAMESPACE, None, "identity.json", 0, 0),
-    ],
+    "what", ["r1/00/00.0.kv", f"r0/tmp/{LEFT}", "notes.txt", "r7/mine", "distrusted-5.mark"]
 )
-def test_nothing_but_a_file_of_ours_is_removed(tmp_path: Path, item: Found | FoundTemp) -> None:
-    write(rank_folder(tmp_path))
-    write_identity(Files(), tmp_path, NAMESPACE, {})
-    before = sorted(tmp_path.rglob("*"))
-    assert not remove_found(Files(), tmp_path, item)
-    assert sorted(tmp_path.rglob("*")) == before
+def test_a_namespace_that_holds_anything_stays(tmp_path: Path, what: str) -> None:
+    folder = vacant(tmp_path)
+    (folder / what).parent.mkdir(exist_ok=True)
+    (folder / what).write_bytes(b"")
+    assert not remove_vacant(Files(), tmp_path, MODEL, LATER)
+    assert (folder / what).exists()
+
+
+@pytest.mark.parametrize("namespace", ["photos", "..", "", "lmcache", f"{MODEL}a"])
+def test_only_models_namespaces_are_removed(tmp_path: Path, namespace: str) -> None:
+    folder = vacant(tmp_path, "photos")
+    assert not remove_vacant(Files(), tmp_path, namespace, LATER)
+    assert (folder / "identity.json").exists()
+
+
+def test_a_namespace_that_is_used_stays(tmp_path: Path) -> None:
+    folder = vacant(tmp_path, used_ns=LATER)
+    assert not remove_vacant(Files(), tmp_path, MODEL, LATER)
+    assert len(list(folder.rglob("*"))) == 7
+
+
+def test_whoever_uses_a_namespace_while_it_is_removed_keeps_its_identity(tmp_path: Path) -> None:
+    folder = vacant(tmp_path)
+
+    class Meanwhile(Files):
+        def rmdir(self, name: object, *, dir_fd: int | None = None) -> None:
+            os.utime(folder / "identity.json")
+            super().rmdir(str(name), dir_fd=dir_fd)
+
+    assert not remove_vacant(Meanwhile(), tmp_path, MODEL, LATER)
+    assert (folder / "identity.json").exists()
+    assert write(rank_folder(tmp_path, namespace=MODEL)).status is WriteStatus.WRITTEN
+
+
+def test_a_writer_whose_empty_folders_are_removed_goes_on(tmp_path: Path) -> None:
+    writer = rank_folder(tmp_path, namespace=MODEL)
+    write(writer)
+    path_of(tmp_path, namespace=MODEL).unlink()
+    os.utime(tmp_path / MODEL, ns=(LONG_AGO, LONG_AGO))
+    assert remove_vacant(Files(), tmp_path, MODEL, LATER)
+    assert write(writer).status is WriteStatus.WRITTEN
+    assert read(writer)[0].status is ReadStatus.OK

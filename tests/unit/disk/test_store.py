@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -409,14 +410,17 @@ def make_socket(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, make_socket])
-def test_what_is_no_file_is_left_alone(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    folder = rank_folder(tmp_path)
+def test_what_is_no_file_is_left_alone(
+    folder: RankFolder, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    mode = folder.mode
     write(folder)
     path_of(tmp_path).unlink()
     make(path_of(tmp_path))
     result, _ = read(folder)
     assert result.status is ReadStatus.MISSING
     assert path_of(tmp_path).exists()
+    assert folder.mode is mode  # it says nothing about files
 
 
 def test_only_a_plain_file_counts_as_there(tmp_path: Path) -> None:
@@ -443,6 +447,21 @@ def test_a_closed_folder_holds_no_descriptors_and_opens_again(tmp_path: Path) ->
     assert read(folder, b"\x01" * 8)[0].status is ReadStatus.OK
     folder.close()
     assert open_descriptors() == before
+
+
+def test_a_process_without_descriptors_gets_those_of_folders(tmp_path: Path) -> None:
+    short = False
+    files = WatchedFiles(lambda _, name: errno.EMFILE if short and name == "open" else None)
+    before = open_descriptors()
+    folder = rank_folder(tmp_path, files=files)
+    for first in range(4):
+        write(folder, bytes([first]) * 32)
+    assert open_descriptors() > before
+    short = True
+    assert read(folder, bytes(32))[0].reason is FailureReason.DESCRIPTORS
+    assert open_descriptors() == before
+    short = False
+    assert read(folder, bytes(32))[0].status is ReadStatus.OK
 
 
 def test_a_folder_is_closed_after_the_last_call_in_it(tmp_path: Path) -> None:

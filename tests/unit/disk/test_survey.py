@@ -13,8 +13,14 @@ from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.identity_file import write_identity
 from vllm_tiered_kv.tiers.disk.scan import scan_root
 from vllm_tiered_kv.tiers.disk.settings import ENTRY_BYTES
-from vllm_tiered_kv.tiers.disk.survey import MAX_SEEN, TEMP_AGE, Leftovers, Survey
-from vllm_tiered_kv.tiers.disk.walk import FolderMade, Found, FoundIdentity, FoundTemp
+from vllm_tiered_kv.tiers.disk.survey import (
+    MAX_SEEN,
+    MAX_VACANT,
+    TEMP_AGE,
+    Leftovers,
+    Survey,
+)
+from vllm_tiered_kv.tiers.disk.walk import FolderMade, Foreign, Found, FoundIdentity, FoundTemp
 
 SECOND = 10**9
 NOW = 1_700_000_000 * SECOND
@@ -102,11 +108,33 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(leftovers._seen) == MAX_SEEN
 
 
+def test_namespaces_of_other_models_without_files_are_named() -> None:
+    empty, full, odd, own = (f"{i}{'a' * 31}-{'b' * 32}" for i in range(4))
+    survey = Survey(Scan(own, 1, 30.0), NOW)
+    for namespace in (empty, full, odd, own, "photos"):
+        for item in (
+            FolderMade(namespace, None),
+            FoundIdentity(namespace, 100),
+            FolderMade(namespace, 0),
+            FolderMade(namespace, 0, "3f"),
+        ):
+            survey.meet(item)
+        if namespace == full:
+            survey.meet(Found(full, 0, KEY, 0, 5000, NOW))
+        if namespace == odd:
+            survey.meet(Foreign(f"{odd}/r0/mine"))
+    assert survey.vacant == {empty}
+    for i in range(2 * MAX_VACANT):
+        survey.meet(FolderMade(f"{i:032x}-{i:032x}", None))
+    assert len(survey.vacant) == MAX_VACANT
+
+
 def test_a_scan_removes_what_was_left_and_counts_the_rest(tmp_path: Path) -> None:
     folder = tmp_path / NAMESPACE / "r0" / "tmp"
     folder.mkdir(parents=True)
-    (folder / "a.tmp").write_bytes(bytes(1000))
-    now_ns = (folder / "a.tmp").stat().st_ctime_ns
+    left = folder / f"{'a' * 24}.tmp"
+    left.write_bytes(bytes(1000))
+    now_ns = left.stat().st_ctime_ns
     leftovers = Leftovers()
     leftovers.begin(now_ns - 10**9, 0.0)
     assert len(list(scan_root(Files(), tmp_path, leftovers.has))) == 4

@@ -538,12 +538,36 @@ def test_a_full_file_system_pauses_writes_at_once_and_reads_go_on() -> None:
         RankReport(0, (OrderResult(bench.orders()[0].job, Outcome.FAILED, reason="no_space"),))
     )
     assert not bench.tier.is_writable
-    assert bench.tier.is_readable
-    assert bench.tier.groups(key_of(1)) == 1
-    bench.later(2)
+    for seconds in (2, 4):
+        assert bench.tier.is_readable
+        assert bench.tier.groups(key_of(1)) == 1
+        bench.full = True  # it is looked at again
+        bench.later(seconds)
+        bench.keep()
+        assert not bench.tier.is_writable
+        assert bench.tier.is_degraded
+    bench.full = False
+    bench.later(8)
     bench.keep()
     assert bench.tier.is_writable
     assert not bench.tier.is_degraded
+
+
+def test_what_may_be_wrong_goes_also_from_a_file_system_that_is_full() -> None:
+    bench = Bench().open()
+    written(bench, 1, 2)
+    bench.full = True
+    bench.write(key_of(3))
+    bench.answer(bench.orders()[0], Outcome.FAILED)
+    for _ in range(3):  # in a row
+        bench.tier._upkeep.writes.failed(bench.now)
+    bench.takes_chores = False
+    bench.purge()
+    bench.takes_chores = True
+    bench.later(2)
+    bench.keep()
+    assert bench.tier.is_degraded
+    assert not bench.disk
 
 
 def test_an_order_that_hangs_pauses_everything_until_it_returns() -> None:

@@ -137,19 +137,24 @@ class Rig:
 
     # -- what the host asks for --------------------------------------------------------
 
-    def submit_store(self, numbers: Sequence[int], nbytes: int = NBYTES, **kw: Any) -> int:
-        return self._submit(numbers, [HostMemory(payload(n, nbytes)) for n in numbers], "store")
+    def submit_store(
+        self, numbers: Sequence[int], nbytes: int = NBYTES, layout: str = LAYOUT
+    ) -> int:
+        memory = [HostMemory(payload(n, nbytes)) for n in numbers]
+        return self._submit(numbers, memory, "store", layout)
 
     def submit_load(self, numbers: Sequence[int], nbytes: int = NBYTES) -> int:
         return self._submit(numbers, [HostMemory(bytes(nbytes)) for _ in numbers], "load")
 
-    def _submit(self, numbers: Sequence[int], memory: list[HostMemory], what: str) -> int:
+    def _submit(
+        self, numbers: Sequence[int], memory: list[HostMemory], what: str, layout: str = LAYOUT
+    ) -> int:
         self._tasks += 1
         task = self._tasks
         self.memory[task] = memory
-        wanted = [Wanted(file_of(n), m) for n, m in zip(numbers, memory, strict=True)]
+        wanted = [Wanted(file_of(n, layout), m) for n, m in zip(numbers, memory, strict=True)]
         if what == "store":
-            identities = {file_of(0).namespace: {"what": "a test"}}
+            identities = {file_of(0, layout).namespace: {"what": "a test"}}
             assert self.store.store(task, wanted, identities)
         else:
             assert self.store.load(task, wanted)

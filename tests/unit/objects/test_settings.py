@@ -42,6 +42,7 @@ def test_sizes_and_names_are_read_as_elsewhere() -> None:
         ({**LEAST, "base_path": "/x"}, "the nearest valid key is 'path'"),
         ({**LEAST, "min_tokens": 3}, "min_tokens: unknown key"),
         ({**LEAST, "path": "kv"}, "path: 'kv' must be an absolute path"),
+        ({**LEAST, "path": "/kv\ud800"}, "must be an absolute path"),
         ({**LEAST, "capacity": "1GX"}, "capacity: '1GX' is not valid: unknown unit"),
         ({**LEAST, "capacity": 4096}, "capacity: 4096 must be at least"),
         ({**LEAST, "eviction": "mru"}, "expected one of lru, s3fifo, arc, cost"),

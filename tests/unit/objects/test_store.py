@@ -123,6 +123,37 @@ def test_the_folder_holds_no_more_than_its_capacity(tmp_path: Path) -> None:
         host.until(lambda: len(host.sizes) == len(on_disk(tmp_path)))
 
 
+def test_folders_that_come_after_a_scan_count_as_well(tmp_path: Path) -> None:
+    capacity = 9 << 20
+    with rig(tmp_path, capacity=Size(capacity)) as host:
+        tier = host.store._tier
+        layouts = ("a", "b", "c")
+        for layout in layouts:  # a namespace each, of which a scan sees one folder
+            assert host.wait(host.submit_store([0], 4096, layout)) == (True,)
+        host.store._put(tier._begin_scan, 1e9)
+        host.until(lambda: tier._quota.doubtful == 0)
+        for first in range(0, 900, 50):
+            for layout in layouts:
+                host.wait(host.submit_store(range(first, first + 50), 4096, layout))
+            assert total(tmp_path) <= capacity
+        assert host.store.status().evicted > 0
+        assert len(list(tmp_path.glob("*/r0/??"))) > 700
+
+
+def test_a_folder_in_an_objects_place_is_that_objects_affair(tmp_path: Path) -> None:
+    with rig(tmp_path) as host:
+        host.stores(0)
+        for number in range(1, 9):
+            name = file_of(number)
+            shard = tmp_path / name.namespace / "r0" / name.key[:1].hex()
+            (shard / f"{name.key.hex()}.{name.group}.kv").mkdir(parents=True)
+            assert host.stores(number) == (False,)
+        assert host.store.status().failures["disk_write"] == 8
+        assert not host.store.status().is_degraded
+        assert host.loads(0) == (True,)
+        assert host.stores(9) == (True,)
+
+
 def test_what_was_looked_up_stays_until_it_is_unlocked(tmp_path: Path) -> None:
     nbytes = 512 << 10
     with rig(tmp_path, capacity=Size(9 << 20)) as host:

@@ -34,17 +34,22 @@ from vllm_tiered_kv.tiers.disk.failures import FailureReason
 from vllm_tiered_kv.tiers.disk.format import Reason, file_bytes
 from vllm_tiered_kv.tiers.disk.results import Read, ReadStatus, WriteStatus, Written
 from vllm_tiered_kv.tiers.disk.settings import ENTRY_BYTES, FOLDER_BYTES, TierSettings
+from vllm_tiered_kv.tiers.disk.survey import PAGE
 from vllm_tiered_kv.tiers.objects.holds import LOCK_LIFE
 from vllm_tiered_kv.tiers.objects.tasks import Delete, Ended, Kind, LookUp, Part, Wanted
-from vllm_tiered_kv.tiers.objects.tier import NAMESPACE_BYTES, ObjectTier
+from vllm_tiered_kv.tiers.objects.tier import ObjectTier
 
 NBYTES = 5000
 FILE = file_bytes(NBYTES)
 ROOM = 12
 """Files that the folder holds."""
 NUMBERS = 20
+NAMESPACE_BYTES = 2 * PAGE
+"""Of a namespace without files: its folder, and the file that says what it is."""
 FOLDERS = NAMESPACE_BYTES + FOLDER_BYTES
 """What the namespace of the objects takes besides their files."""
+NEW_FOLDERS = NUMBERS * PAGE
+"""What may be taken to be folders made since a scan."""
 
 
 class World:
@@ -68,7 +73,8 @@ class World:
         self.told: dict[FileName, int] = {}
         self.locks: dict[int, float] = {}
         self.deletes: list[Delete] = []
-        self.capacity = ROOM * (FILE + ENTRY_BYTES) + FOLDER_BYTES + NAMESPACE_BYTES + FOLDERS
+        room = ROOM * (FILE + ENTRY_BYTES) + NEW_FOLDERS
+        self.capacity = room + FOLDER_BYTES + NAMESPACE_BYTES + FOLDERS
         settings = TierSettings(
             root="/nowhere",
             capacity=self.capacity,

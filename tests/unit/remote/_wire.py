@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 
 from vllm_tiered_kv.remote.asking import Client
+from vllm_tiered_kv.remote.facts import IdentityFacts
 from vllm_tiered_kv.remote.handoff import Handoff
 from vllm_tiered_kv.remote.leases import LeaseTable
 from vllm_tiered_kv.remote.memory import GroupLayout, Heads, RankLayout, Strip
@@ -17,6 +18,7 @@ from vllm_tiered_kv.remote.transport import Endpoint, Region
 
 SECONDS, GRACE = 30.0, 5.0
 IDENTITY = Identity("a" * 32, "b" * 32)
+FACTS = IdentityFacts((("dtype", "float16"), ("rope.theta", "1e4")), (("device", "cpu"),))
 ADDRESS = Address("10.0.0.5", 7600)
 OFFER = Offer(100, ((4, 5, 6, 7),))
 
@@ -35,16 +37,19 @@ class Producer:
         self.engine = engine
         self.leases = LeaseTable(SECONDS, GRACE, 8)
         self.server = Server(engine, 1, self.leases, lambda: wire.now, wire.count)
-        self.server.identify(IDENTITY)
+        self.server.identify(IDENTITY, FACTS)
         self.server.remember(memory())
         self._numbers = itertools.count(1)
 
     def offer(self, offer: Offer = OFFER) -> Ticket:
+        ticket = self.promise(offer.tokens)
+        self.server.settle(ticket.lease, offer)
+        return ticket
+
+    def promise(self, tokens: int = OFFER.tokens) -> Ticket:
         lease = next(self._numbers)
-        self.server.offer(lease, offer)
-        return Ticket(
-            VERSION, self.engine, ADDRESS.host, ADDRESS.port, lease, offer.tokens, b"p" * 32
-        )
+        self.server.promise(lease)
+        return Ticket(VERSION, self.engine, ADDRESS.host, ADDRESS.port, lease, tokens, b"p" * 32)
 
 
 class Wire:
@@ -59,7 +64,7 @@ class Wire:
         self.client = Client(
             self._send, self._close, lambda _: self.refusal, lambda: self.now, self.count
         )
-        self.client.identify(IDENTITY)
+        self.client.identify(IDENTITY, FACTS)
         self.asks: list[bytes] = []
         """On their way to the producer."""
         self.answers: list[bytes] = []

@@ -46,8 +46,9 @@ class Engine:
             until(lambda: self.agent.sends)
 
     def offer(self) -> str:
-        offered = self.agent.offer(OFFER, PROOF)
+        offered = self.agent.promise(OFFER.tokens, PROOF)
         assert offered is not None
+        self.agent.settle(offered[0].lease, OFFER)
         return offered[1]
 
     def pass_time(self, seconds: float) -> None:
@@ -135,10 +136,10 @@ def test_leases_end_by_themselves(producer: Engine, consumer: Engine) -> None:
 def test_no_more_is_offered_than_was_said(producer: Engine) -> None:
     for _ in range(4):
         producer.offer()
-    assert producer.agent.offer(OFFER, PROOF) is None
+    assert producer.agent.promise(OFFER.tokens, PROOF) is None
     producer.pass_time(LEASE)
     until(lambda: bool(producer.agent.take_freed()))
-    assert producer.agent.offer(OFFER, PROOF) is not None
+    assert producer.agent.promise(OFFER.tokens, PROOF) is not None
 
 
 def test_a_ticket_of_another_fleet(make: Callable[..., Engine], producer: Engine) -> None:
@@ -179,7 +180,7 @@ def test_after_the_end_nothing_is_offered_or_accepted(producer: Engine, consumer
     ticket = producer.offer()
     producer.agent.close("a reset")
     assert not producer.agent.sends
-    assert producer.agent.offer(OFFER, PROOF) is None
+    assert producer.agent.promise(OFFER.tokens, PROOF) is None
     until(lambda: bool(producer.agent.take_freed()))
     handoff = consumer.agent.open(ticket)
     until(lambda: ended(handoff))
@@ -232,7 +233,7 @@ def test_what_is_said_costs_the_scheduler_no_wait(producer: Engine) -> None:
     agent._insist(stuck.hold)
     until(lambda: stuck.is_held)
     try:
-        assert agent.offer(OFFER, PROOF) is not None
+        assert agent.promise(OFFER.tokens, PROOF) is not None
         agent.take_freed()
         agent.take_failures()
         agent.take_gone()

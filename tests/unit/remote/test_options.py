@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_tiered_kv.config import ConfigError, parse_options
-from vllm_tiered_kv.remote.options import Address, Handoff, parse_address
+from vllm_tiered_kv.remote.options import Address, Handoff, parse_address, parse_listen
 
 REMOTE = {"listen": "10.0.0.5:7600", "key_file": "/etc/vllm/tiered-kv.key"}
 
@@ -22,7 +22,7 @@ def parse(**remote: Any) -> Any:
 def test_what_must_be_given_is_enough() -> None:
     remote = parse()
     assert remote.handoff is Handoff.AUTO
-    assert remote.peers == ()
+    assert remote.peers is None
     assert not remote.verify
 
 
@@ -42,6 +42,7 @@ def test_without_it_there_is_none() -> None:
         ({"listen": "0.0.0.0:7600"}, ["remote.listen", "peers"]),
         ({"listen": "[::]:7600"}, ["remote.listen", "peers"]),
         ({"listen": "*:7600"}, ["remote.listen"]),
+        ({"listen": ":65536"}, ["remote.listen", "host:port"]),
         ({"listen": "tcp://10.0.0.5:7600"}, ["remote.listen"]),
         ({"listen": "10.0.0.5:7600;x"}, ["remote.listen"]),
         ({"key_file": "fleet.key"}, ["remote.key_file", "absolute"]),
@@ -82,6 +83,24 @@ def test_addresses(text: str, address: Address) -> None:
     assert parse_address(text) == address
     assert str(address) == text
     assert address.endpoint == f"tcp://{text}"
+
+
+@pytest.mark.parametrize(
+    ("host_ip", "host"), [("10.0.0.5", "10.0.0.5"), ("fe80::1", "fe80::1"), ("node-3", "node-3")]
+)
+def test_an_address_without_a_host_is_at_vllms_own(host_ip: str, host: str) -> None:
+    assert parse(listen=":7600").listen == ":7600"
+    assert parse_listen(":7600", host_ip) == Address(host, 7600)
+    assert parse_listen("10.0.0.9:7600", host_ip) == Address("10.0.0.9", 7600)
+
+
+@pytest.mark.parametrize(
+    ("host_ip", "why"),
+    [("", "VLLM_HOST_IP"), ("no host", "host"), ("0.0.0.0", "peers"), ("::", "peers")],
+)
+def test_an_address_without_any_host_is_refused(host_ip: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse_listen(":7600", host_ip)
 
 
 @given(st.text(max_size=60))

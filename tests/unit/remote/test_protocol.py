@@ -8,13 +8,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.remote._wire import ADDRESS, GRACE, IDENTITY, OFFER, SECONDS, Producer, Wire, memory
+from tests.unit.remote._wire import (
+    ADDRESS,
+    FACTS,
+    GRACE,
+    IDENTITY,
+    OFFER,
+    SECONDS,
+    Producer,
+    Wire,
+    memory,
+)
 from vllm_tiered_kv.remote import serving
-from vllm_tiered_kv.remote.asking import ASK_SECONDS, IDLE_SECONDS, MAX_QUIET_SECONDS
+from vllm_tiered_kv.remote.asking import (
+    ASK_SECONDS,
+    COMING_SECONDS,
+    IDLE_SECONDS,
+    MAX_QUIET_SECONDS,
+    QUIET_SECONDS,
+)
 from vllm_tiered_kv.remote.handoff import Handoff, State
+from vllm_tiered_kv.remote.leases import MAX_HOLDERS
+from vllm_tiered_kv.remote.memory import Place
 from vllm_tiered_kv.remote.messages import (
     MAX_ASK_BYTES,
     VERSION,
+    Coming,
     Granted,
     Hello,
     Hold,
@@ -183,6 +202,17 @@ def test_silence_grows_with_each_failure_and_ends_with_an_answer(wire: Wire) -> 
     assert wire.open(wire.producer.offer()).state is State.ASKING
 
 
+def test_many_questions_that_fail_at_once_are_one_silence(wire: Wire) -> None:
+    assert wire.producer is not None
+    for _ in range(20):
+        wire.open(wire.producer.offer())
+    wire.asks.clear()
+    wire.pass_time(ASK_SECONDS)
+    assert wire.open(wire.producer.offer()).state is State.OVER
+    wire.now += 2 * QUIET_SECONDS
+    assert wire.open(wire.producer.offer()).state is State.ASKING
+
+
 def test_a_grant_that_comes_late_is_given_back(wire: Wire) -> None:
     assert wire.producer is not None
     handoff = wire.open(wire.producer.offer())
@@ -236,6 +266,27 @@ def test_engines_that_differ(wire: Wire, identity: Identity, kind: str, word: st
     assert kind in wire.failures
     assert word in handoff.reason
     assert str(ADDRESS) in handoff.reason
+
+
+def test_what_differs_is_named_with_both_values(wire: Wire) -> None:
+    assert wire.producer is not None
+    changes = {"semantic": (("dtype", "bfloat16"), FACTS.semantic[1], ("lora", "on"))}
+    ours = msgspec.structs.replace(FACTS, **changes)
+    wire.client.identify(Identity("c" * 32, IDENTITY.pages), ours)
+    handoff = wire.open(wire.producer.offer())
+    wire.run()
+    assert "dtype (float16 there, bfloat16 here), lora (nothing there, on here)" in handoff.reason
+    assert "rope" not in handoff.reason
+
+
+def test_who_tells_no_facts_names_no_differences(wire: Wire) -> None:
+    assert wire.producer is not None
+    wire.producer.server.identify(IDENTITY)
+    wire.client.identify(Identity(IDENTITY.semantic, "c" * 32), FACTS)
+    handoff = wire.open(wire.producer.offer())
+    wire.run()
+    assert "pages" in handoff.reason
+    assert "nothing there" not in handoff.reason
 
 
 def test_pages_that_cannot_be_read(wire: Wire) -> None:
@@ -426,3 +477,85 @@ def test_what_is_too_large_or_of_another_version_is_not_parsed() -> None:
     with pytest.raises(OtherVersion) as error:
         decode_ask(b"\x07\xff\xff")
     assert error.value.version == 7
+
+
+# -- what is promised before it is there ---------------------------------------------------
+
+
+def promised(wire: Wire) -> tuple[Handoff, int]:
+    """A hand-over that is asked for, and its lease, before it is where it will be read from."""
+    assert wire.producer is not None
+    ticket = wire.producer.promise()
+    handoff = wire.open(ticket)
+    wire.run()
+    assert handoff.state is State.ASKING
+    return handoff, ticket.lease
+
+
+def deliver_late(wire: Wire) -> None:
+    assert wire.producer is not None
+    wire.answers += [answer for _, answer in wire.producer.server.take_late()]
+    wire.run()
+
+
+def test_who_comes_early_waits_and_is_told_where_it_is(wire: Wire) -> None:
+    handoff, lease = promised(wire)
+    assert wire.producer is not None
+    sums = ((b"s" * 16,),)
+    wire.producer.server.settle(lease, serving.Offer(100, ((3, 4),), Place.SLOTS, sums))
+    deliver_late(wire)
+    assert handoff.state is State.GRANTED
+    assert handoff.granted is not None
+    assert (handoff.granted.place, handoff.granted.blocks) == (Place.SLOTS, ((3, 4),))
+    assert handoff.granted.sums == sums
+    assert handoff.valid_until == 1000.0 + SECONDS
+    wire.client.release(handoff)
+    wire.run()
+    assert freed(wire) == [lease]
+
+
+def test_who_is_told_that_it_comes_waits_for_longer(wire: Wire) -> None:
+    handoff, lease = promised(wire)
+    wire.pass_time(ASK_SECONDS)
+    assert handoff.state is State.ASKING
+    assert wire.producer is not None
+    wire.producer.server.settle(lease, OFFER)
+    deliver_late(wire)
+    assert handoff.state is State.GRANTED
+    late, _ = promised(wire)
+    wire.pass_time(COMING_SECONDS)
+    assert late.state is State.OVER
+    assert wire.failures == ["remote_unanswered"]
+
+
+def test_who_waits_is_turned_away_when_nothing_comes(wire: Wire) -> None:
+    handoff, lease = promised(wire)
+    assert wire.producer is not None
+    wire.producer.server.revoke()
+    assert freed(wire) == [lease]  # nobody reads: there is nobody to wait for
+    deliver_late(wire)
+    assert handoff.state is State.OVER
+    assert wire.failures == ["remote_lease"]
+    wire.producer.server.settle(lease, OFFER)
+    assert wire.producer.server.take_late() == []
+
+
+def test_what_comes_after_its_lease_is_offered_to_nobody(wire: Wire) -> None:
+    _, lease = promised(wire)
+    assert wire.producer is not None
+    wire.now += SECONDS + GRACE
+    assert freed(wire) == [lease]
+    wire.producer.server.settle(lease, OFFER)
+    late = [decode_answer(answer) for _, answer in wire.producer.server.take_late()]
+    assert [type(answer) for answer in late] == [Refused]
+
+
+def test_those_who_wait_for_one_promise_are_bounded(wire: Wire) -> None:
+    _, lease = promised(wire)
+    assert wire.producer is not None
+    server = wire.producer.server
+    for number in range(3 * MAX_HOLDERS):
+        take = Take(number, wire.producer.engine, IDENTITY, Hold(lease, "the same"))
+        assert server.answer(b"peer", encode(take)) == encode(Coming(number))
+    server.settle(lease, OFFER)
+    assert len(server.take_late()) == MAX_HOLDERS

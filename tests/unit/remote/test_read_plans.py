@@ -20,14 +20,18 @@ from hypothesis import strategies as st
 from tests.unit._layouts import ORDERS, SCATTERED, Cache, Shape, make_cache
 from vllm_tiered_kv.layout import LayoutError, group_pages
 from vllm_tiered_kv.remote.memory import GroupLayout, Heads, RankLayout, heads_of_rank
-from vllm_tiered_kv.worker.remote.layout import page_strips, slot_strips
+from vllm_tiered_kv.worker.remote.layout import OwnSlots, page_strips, slot_layout
 from vllm_tiered_kv.worker.remote.plan import (
     OutOfRange,
     Places,
     Refusal,
+    Runs,
+    in_slots,
     place_entries,
     plan_read,
     plan_routes,
+    plan_slot_routes,
+    whole_slots,
 )
 
 LAYERS, CONTENT, ENTRY_TOKENS, BLOCKS = 3, 5, 4, 9
@@ -101,10 +105,14 @@ def pull(consumer: Rank, producers: list[Rank], first: int = 0, count: int = ENT
     (routes,) = plan_routes(consumer.layout, [producer.layout for producer in producers])
     places = producers[0].places(first, count)
     found = plan_read(routes, consumer.places(first, count), places)
+    copy(found)
+    return {rank for rank, *_ in found}
+
+
+def copy(found: list[Runs]) -> None:
     for _, local, remote, nbytes in found:
         for here, there, length in zip(local, remote, nbytes, strict=True):
             ctypes.memmove(int(here), int(there), int(length))
-    return {rank for rank, *_ in found}
 
 
 def assert_pulled(consumer: Rank, values: torch.Tensor, entries: range) -> None:
@@ -177,37 +185,106 @@ def test_any_part_of_a_prompt(order: str, first: int, count: int) -> None:
     assert_pulled(consumer, values, range(first, first + count))
 
 
-@pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
+PER_SLOT, SLOTS = 2, 6
+SLOT_TABLE = np.array([4, 0, 3, 1], dtype=np.int64)
+"""Where a prompt's chunks are."""
+
+
+class Pool:
+    """A rank's host pool: slots of two blocks with room behind them."""
+
+    def __init__(self, rank: Rank, seed: int) -> None:
+        pages = group_pages(rank.cache.tensors, BLOCKS)
+        self.block_bytes = pages.block_bytes
+        self.slot_bytes = PER_SLOT * pages.block_bytes + 64
+        rng = np.random.default_rng(seed)
+        self.bytes = rng.integers(0, 256, SLOTS * self.slot_bytes, dtype=np.uint8)
+        self.pages = pages
+        chunk = PER_SLOT * ENTRY_TOKENS * rank.ratio
+        own = OwnSlots(self.bytes.ctypes.data, self.slot_bytes, SLOTS, chunk, (pages,))
+        slots = slot_layout(rank.layout.groups, own)
+        rank.layout = msgspec.structs.replace(rank.layout, slots=slots)
+
+    def image(self, index: int) -> np.ndarray:
+        """Where the prompt's block of this index lies."""
+        at = int(SLOT_TABLE[index // PER_SLOT]) * self.slot_bytes
+        at += index % PER_SLOT * self.block_bytes
+        return self.bytes[at : at + self.block_bytes]
+
+    def store(self, rank: Rank) -> None:
+        for index, block in enumerate(rank.blocks.tolist()):
+            rows = [row[block] for row in self.pages.rows]
+            self.image(index)[:] = torch.cat(rows).numpy()
+
+
+@pytest.mark.parametrize("side", [("LBHNC", 1), ("BLHNC", 1), ("LBHNC", 2)])
 @pytest.mark.parametrize("parallel", [(1, 1), (2, 1), (1, 2), (4, 2)])
-def test_out_of_the_slots_of_a_pool(order: str, parallel: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("first", "count"), [(0, ENTRIES), (3, 2)])
+def test_out_of_the_slots_of_a_pool(
+    side: tuple[str, int], parallel: tuple[int, int], first: int, count: int
+) -> None:
     values = truth(4)
-    producers = ranks(order, 4, parallel[0], 1, seed=1)
-    pools = []
-    rng = np.random.default_rng(0)
-    for producer in producers:
+    producers = ranks(side[0], 4, parallel[0], side[1], seed=1)
+    pools = [Pool(producer, seed=i) for i, producer in enumerate(producers)]
+    for producer, pool in zip(producers, pools, strict=True):
         producer.fill(values)
-        pages = group_pages(producer.cache.tensors, BLOCKS)
-        # Two blocks a slot, slots with room behind them, in no order.
-        slot_bytes = 2 * pages.block_bytes + 64
-        slots = np.random.default_rng(7).permutation(5)
-        offsets = np.array(
-            [slots[i // 2] * slot_bytes + i % 2 * pages.block_bytes for i in range(ENTRIES)]
-        )
-        pool = rng.integers(0, 256, 5 * slot_bytes, dtype=np.uint8)
-        for block, offset in zip(producer.blocks.tolist(), offsets.tolist(), strict=True):
-            image = torch.cat([row[block] for row in pages.rows]).numpy()
-            pool[offset : offset + len(image)] = image
-        strips = slot_strips(producer.strips, 1, pages, pool.ctypes.data)
-        group = msgspec.structs.replace(
-            producer.layout.groups[0], strips=strips, num_blocks=len(pool)
-        )
-        producer.layout = RankLayout(producer.layout.rank, (group,))
-        producer.blocks = offsets
+        pool.store(producer)
         producer.cache.buffer.zero_()
-        pools.append(pool)
-    for consumer in ranks(order, 4, parallel[1], 1, seed=20):
-        pull(consumer, producers)
-        assert_pulled(consumer, values, range(ENTRIES))
+    there = place_entries(SLOT_TABLE, side[1], first, count, PER_SLOT)
+    for consumer in ranks("LBHNC", 4, parallel[1], 1, seed=20):
+        layouts = [in_slots(producer.layout) for producer in producers]
+        (routes,) = plan_routes(consumer.layout, layouts)
+        copy(plan_read(routes, consumer.places(first, count), there))
+        assert_pulled(consumer, values, range(first, first + count))
+
+
+def test_from_slots_to_slots() -> None:
+    values = truth(4)
+    producers, consumers = ranks("BLHNC", 4, 2, 1, seed=1), ranks("BLHNC", 4, 2, 1, seed=20)
+    theirs = [Pool(producer, seed=1) for producer in producers]
+    ours = [Pool(consumer, seed=2) for consumer in consumers]
+    for producer, pool in zip(producers, theirs, strict=True):
+        producer.fill(values)
+        pool.store(producer)
+    before = [pool.bytes.copy() for pool in ours]
+    slots = np.array([5, 2], dtype=np.int64)
+    for i, consumer in enumerate(consumers):
+        (routes,) = plan_slot_routes(consumer.layout, [p.layout for p in producers])
+        found = plan_read(routes, whole_slots(slots), whole_slots(SLOT_TABLE[:2]))
+        assert [(runs.rank, len(runs.nbytes)) for runs in found] == [(i, 2)]
+        copy(found)
+        size = PER_SLOT * ours[i].block_bytes
+        for here, there in zip(slots, SLOT_TABLE, strict=False):
+            at = int(here) * ours[i].slot_bytes
+            before[i][at : at + size] = theirs[i].bytes[int(there) * theirs[i].slot_bytes :][:size]
+        assert np.array_equal(ours[i].bytes, before[i])
+
+
+@pytest.mark.parametrize(
+    ("order", "parallel", "ratio"), [("LBHNC", 1, 1), ("BLHNC", 2, 1), ("LBHNC", 1, 2)]
+)
+def test_slots_that_are_laid_out_otherwise_are_refused(
+    order: str, parallel: int, ratio: int
+) -> None:
+    producers, (consumer,) = ranks(order, 4, parallel, ratio, seed=1), ranks("BLHNC", 4, 1, 1, 20)
+    for rank in (*producers, consumer):
+        Pool(rank, seed=0)
+    layouts = [producer.layout for producer in producers]
+    if order == "LBHNC" and ratio == 1:  # the image of a block is the same there
+        assert plan_slot_routes(consumer.layout, layouts)
+        return
+    with pytest.raises(Refusal, match="laid out otherwise"):
+        plan_slot_routes(consumer.layout, layouts)
+
+
+def test_slots_that_are_not_shown_are_not_read() -> None:
+    (rank,) = ranks("LBHNC", 2, 1, 1, seed=1)
+    with pytest.raises(Refusal, match="no slots"):
+        in_slots(rank.layout)
+    with pytest.raises(Refusal, match="no slots"):
+        plan_slot_routes(rank.layout, [rank.layout])
+    with pytest.raises(OutOfRange):
+        place_entries(SLOT_TABLE, 1, 0, len(SLOT_TABLE) * PER_SLOT + 1, PER_SLOT)
 
 
 def test_layers_of_a_pipeline_are_found_on_the_ranks_that_have_them() -> None:
@@ -289,7 +366,7 @@ def test_blocks_that_do_not_exist_are_refused(side: str, block: int) -> None:
     (rank,) = ranks("LBHNC", 2, 1, 1, seed=1)
     (routes,) = plan_routes(rank.layout, [rank.layout])
     good = rank.places(0, 2)
-    bad = Places(np.array([0, block]), good.entries)
+    bad = good._replace(blocks=np.array([0, block]))
     with pytest.raises(OutOfRange):
         plan_read(routes, *((bad, good) if side == "local" else (good, bad)))
 

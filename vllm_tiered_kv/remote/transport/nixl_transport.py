@@ -35,7 +35,9 @@ from vllm_tiered_kv.remote.transport.regions import RegionError, RegionTable
 from vllm_tiered_kv.worker.cpus import copy_cpus
 
 OPEN_SECONDS = 60.0
-"""NIXL and its plug-ins are loaded, and memory is registered: usually within a second."""
+"""NIXL and its plug-ins are loaded, and memory is registered: usually within a second ..."""
+PIN_RATE = 256 << 20
+"""... but over RDMA it is pinned, so many bytes a second at least."""
 
 Result = TypeVar("Result")
 
@@ -70,7 +72,7 @@ class NixlTransport:
         self._close_lock = threading.Lock()
         self._is_closed = False
         try:
-            self._in_thread(self._open, OPEN_SECONDS)
+            self._in_thread(self._open, OPEN_SECONDS + self._local.nbytes / PIN_RATE)
         except AgentError as error:
             raise TransportError(f"remote: NIXL gives no agent: {error}") from error
 

@@ -8,7 +8,6 @@ a thread for long.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -120,27 +119,19 @@ def split(runs: Runs, piece_bytes: int, max_runs: int = MAX_PIECE_RUNS) -> Itera
     No part has more than `max_runs` runs.
     """
     ends = np.cumsum(runs.nbytes)
-    starts = ends - runs.nbytes
-    first, last = starts // piece_bytes, (ends - 1) // piece_bytes
-    parts = last - first + 1
-    whose = np.repeat(np.arange(len(parts)), parts)
-    nth = np.arange(len(whose)) - np.repeat(np.cumsum(parts) - parts, parts)
-    piece = first[whose] + nth
-    begin = np.maximum(starts[whose], piece * piece_bytes)
-    end = np.minimum(ends[whose], (piece + 1) * piece_bytes)
-    offset = begin - starts[whose]
-    cut = Runs(
-        runs.local[whose] + offset,
-        runs.remote[whose] + offset,
-        end - begin,
-        runs.local_region[whose],
-        runs.remote_region[whose],
-    )
-    borders = [0, *(np.flatnonzero(np.diff(piece)) + 1).tolist(), len(piece)]
-    for low, high in itertools.pairwise(borders):
-        for at in range(low, high, max_runs):
-            part = slice(at, min(at + max_runs, high))
-            yield Runs(*(column[part] for column in cut))
+    total = int(ends[-1])
+    for begin in range(0, total, piece_bytes):
+        end = min(begin + piece_bytes, total)
+        first, last = (int(np.searchsorted(ends, at)) for at in (begin + 1, end))
+        local, remote, nbytes, *regions = (column[first : last + 1].copy() for column in runs)
+        before = begin - int(ends[first] - nbytes[0])  # bytes of the first run in earlier pieces
+        local[0] += before
+        remote[0] += before
+        nbytes[0] -= before
+        nbytes[-1] -= int(ends[last]) - end
+        part = Runs(local, remote, nbytes, *regions)
+        for at in range(0, len(nbytes), max_runs):
+            yield Runs(*(column[at : at + max_runs] for column in part))
 
 
 def _checked(read: Read, local: RegionTable, remote: RegionTable) -> Runs:
@@ -165,6 +156,9 @@ def _by_kind(
     runs: Runs, local: RegionTable, remote: RegionTable
 ) -> Iterator[tuple[MemoryKind, MemoryKind, Runs]]:
     """The runs by where their two sides are, in the order of the list."""
+    if not local.has_devices and not remote.has_devices:
+        yield MemoryKind.DRAM, MemoryKind.DRAM, runs
+        return
     kinds = local.on_device[runs.local_region] * 2 + remote.on_device[runs.remote_region]
     for kind in np.unique(kinds).tolist():
         chosen = kinds == kind
@@ -174,4 +168,7 @@ def _by_kind(
 
 
 def _descriptors(addresses: Int64s, nbytes: Int64s, devices: Int64s) -> Int64s:
-    return np.ascontiguousarray(np.stack((addresses, nbytes, devices), axis=1))
+    found = np.empty((len(nbytes), 3), dtype=np.int64)  # np.stack takes several times as long
+    for i, column in enumerate((addresses, nbytes, devices)):
+        found[:, i] = column
+    return found

@@ -47,6 +47,7 @@ class RegionTable:
         self.regions = tuple(ordered)
         self.nbytes = sum(region.nbytes for region in ordered)
         self.devices: Int64s = np.array([region.device for region in ordered], dtype=np.int64)
+        self.has_devices = any(region.kind is MemoryKind.VRAM for region in ordered)
         self.on_device = np.array([region.kind is MemoryKind.VRAM for region in ordered])
         self._bases: Int64s = np.array([region.base for region in ordered], dtype=np.int64)
         self._ends = self._bases + np.array([region.nbytes for region in ordered], dtype=np.int64)
@@ -57,10 +58,9 @@ class RegionTable:
         None if a run is empty, or isn't wholly in one region.
         """
         index = np.searchsorted(self._bases, addresses, side="right") - 1
-        if not (index >= 0).all() or not (nbytes > 0).all():
+        if index.min() < 0 or nbytes.min() < 1:
             return None
-        if not (addresses < self._ends[index]).all():  # also keeps the difference from overflowing
-            return None
+        # Both are positive: the difference does not overflow.
         if not (nbytes <= self._ends[index] - addresses).all():
             return None
         return index.astype(np.int64, copy=False)

@@ -318,11 +318,13 @@ class DiskAgent:
 
     def _announce(self) -> None:
         logger.info(
-            "tiered-kv: the disk tier is ready: %d chunks of this model in %s; all in it: %s of %s",
+            "tiered-kv: the disk tier is ready: %d chunks of this model in %s; all in it: %s of "
+            "%s; files are read and written %s",
             self._tier.chunks,
             self.settings.root,
             format_size(self._tier.used),
             format_size(self.settings.capacity),
+            "directly" if self._tier.is_direct else "through the page cache",
         )
 
     def _tick(self) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from vllm_tiered_kv.policies import EvictionPolicy, Item
 from vllm_tiered_kv.tiers.disk.entries import (
+    NEVER,
     ChunkName,
     FileName,
     FoundFile,
@@ -31,6 +32,8 @@ MAX_SKIPPED = 64
 """Chunks passed over for one choice of victims, because they are being written."""
 MAX_SHARED_INTS = 4096
 SORTED_AT_ONCE = 4096
+OWN_SCANS = 2
+"""Scans for which a file's time may be from a use here."""
 MAX_GONE = 1 << 16
 """Chunks that have gone and nobody has asked for yet."""
 
@@ -48,6 +51,8 @@ class _Chunk(msgspec.Struct, gc=False):
     """The scan that :attr:`seen` is of."""
     fresh: bool = False
     """Whether any of its files was written here."""
+    used: int = -OWN_SCANS - 1
+    """The scan after whose beginning it was last used here."""
 
 
 class Catalogue:
@@ -72,6 +77,7 @@ class Catalogue:
         self._unusual: dict[FileName, int] = {}
         self._ints: dict[int, int] = {}
         self._waiting: dict[ChunkName, int] = {}  # found by a scan: their last use
+        self._used: dict[ChunkName, int] = {}  # the same of those that others have used
         self._distrusted: set[bytes] = set()
         self._coming: Counter[bytes] = Counter()
         """Of those, how many writes are under way: what is removed now might be there again."""
@@ -139,20 +145,35 @@ class Catalogue:
         """
         chunk, is_new = self._enter(name, nbytes)
         chunk.fresh = True
+        chunk.used = self._scan
         if is_new:
             self._policy.add(self._key(name), Item(nbytes, self._chunk_tokens, position))
 
     def used_now(self, keys: Iterable[bytes]) -> None:
         """Chunks of ours were used once more; those of a prefix are given tail first."""
-        self._policy.use([key for key in keys if key in self._own])
+        self._policy.use(self._known(keys))
 
     def renew(self, keys: Iterable[bytes]) -> None:
         """Chunks of ours, given tail first, are as new as what was used or written last."""
-        self._policy.renew([key for key in keys if key in self._own])
+        self._policy.renew(self._known(keys))
+
+    def _known(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of these chunks of ours that there are; they are used here."""
+        known = []
+        for key in keys:
+            if (chunk := self._own.get(key)) is not None:
+                chunk.used = self._scan
+                known.append(key)
+        return known
 
     def touch(self, names: Iterable[FileName]) -> None:
         """Files of any namespace were used; a prefix is given whole, tail first."""
-        self._policy.use([self._key(name) for name in names if self._get(name) is not None])
+        known = []
+        for name in names:
+            if (chunk := self._get(name)) is not None:
+                chunk.used = self._scan
+                known.append(self._key(name))
+        self._policy.use(known)
 
     def forget(self, name: FileName) -> int:
         """A file is gone; returns the bytes it took, 0 if it was not here."""
@@ -297,13 +318,20 @@ class Catalogue:
         self._scan += 1
         self._old_strays = set(self._strays)
 
-    def found(self, files: Iterable[FoundFile]) -> None:
-        """Files that the scan has met."""
+    def found(self, files: Iterable[FoundFile], since_ns: int = NEVER) -> None:
+        """Files that the scan has met.
+
+        Args:
+            since_ns: about when the scan before began. What was used since then, and not here,
+                others have used.
+        """
         for file in files:
-            _, is_new = self._enter(file.name, file.nbytes)
+            chunk, is_new = self._enter(file.name, file.nbytes)
             name = ChunkName(file.name.namespace, file.name.key)
             if is_new or name in self._waiting:
                 self._waiting[name] = max(file.used_ns, self._waiting.get(name, 0))
+            elif file.used_ns >= since_ns and chunk.used < self._scan - OWN_SCANS:
+                self._used[name] = max(file.used_ns, self._used.get(name, 0))
 
     def scan_ends(self, *, missed: int = 0) -> None:
         """All has been met: the new enter the order by their last use, the vanished leave.
@@ -311,11 +339,14 @@ class Catalogue:
         Args:
             missed: folders and files that could not be looked at: what was not met may be there.
         """
-        for name in self._oldest_first():
+        for name in self._oldest_first(self._waiting):
             chunk, key = self._get(name), self._key(name)
             if chunk is not None and not self._policy.may_evict(key):
                 self._policy.add(key, Item(chunk.nbytes, self._chunk_tokens, 0))
-        self._waiting = {}
+        if self._used:
+            newer = self._oldest_first(self._waiting | self._used)
+            self._policy.renew([self._key(name) for name in newer])
+        self._waiting, self._used = {}, {}
         if missed:
             return
         for name, parts in [*self._vanished()]:
@@ -326,13 +357,13 @@ class Catalogue:
             if key not in self._own and key not in self._coming:
                 self._distrusted.discard(key)
 
-    def _oldest_first(self) -> Iterator[ChunkName]:
-        """Of what waits; in small sorts, since no other thread runs during one."""
-        names, used = iter(self._waiting), self._waiting.__getitem__
+    def _oldest_first(self, used: Mapping[ChunkName, int]) -> Iterator[ChunkName]:
+        """Chunks by their last use; in small sorts, since no other thread runs during one."""
+        names = iter(used)
         runs = []
-        while run := sorted(itertools.islice(names, SORTED_AT_ONCE), key=used):
+        while run := sorted(itertools.islice(names, SORTED_AT_ONCE), key=used.__getitem__):
             runs.append(run)
-        return heapq.merge(*runs, key=used)
+        return heapq.merge(*runs, key=used.__getitem__)
 
     def found_late(self, files: Iterable[FoundFile]) -> None:
         """Files of ours that others have written since the scan."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from vllm_tiered_kv.tiers.disk.direct import IoMode
-from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
+from vllm_tiered_kv.tiers.disk.entries import NEVER, FileName, FoundFile
 
 BATCH = 256
 """Files in one chore or one piece of news."""
@@ -73,10 +73,14 @@ Chore = Prepare | Scan | Remove | Mark | Unmark | Touch | Probe | Measure
 
 class Prepared(msgspec.Struct, frozen=True):
     mode: IoMode
+    full: bool = False
+    """Whether nothing can be written for want of room; what is there can be read, and removed."""
 
 
 class ScanPiece(msgspec.Struct, frozen=True):
     files: Sequence[FoundFile]
+    since_ns: int = NEVER
+    """Those used since then, nanoseconds since the epoch, were used since the scan before."""
 
 
 class ScanEnded(msgspec.Struct, frozen=True):

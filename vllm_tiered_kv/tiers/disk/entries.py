@@ -9,6 +9,8 @@ from typing import NamedTuple, TypeAlias
 MAX_GROUPS = 64
 """KV cache groups of a model."""
 MAX_RANKS = 1024
+NEVER = 1 << 63
+"""A time that no file has, nanoseconds since the epoch."""
 
 
 class ChunkName(NamedTuple):

@@ -15,7 +15,12 @@ import msgspec
 from vllm_tiered_kv.tiers.disk.failures import FailureReason, reason_of
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.folders import close, open_path
-from vllm_tiered_kv.tiers.disk.names import IDENTITY_FILE, temp_file, valid_namespace
+from vllm_tiered_kv.tiers.disk.names import (
+    IDENTITY_FILE,
+    IDENTITY_TOKEN,
+    temp_file,
+    valid_namespace,
+)
 from vllm_tiered_kv.tiers.disk.transfer import transfer
 
 MAX_IDENTITY = 1 << 18
@@ -67,7 +72,7 @@ def read_identity(files: Files, root: Path, namespace: str) -> bytes | None:
 
 
 def _replace(files: Files, folder: int, content: bytes) -> None:
-    temp = temp_file(f"identity-{secrets.token_hex(12)}")
+    temp = temp_file(f"{IDENTITY_TOKEN}{secrets.token_hex(12)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     fd = files.open(temp, flags, dir_fd=folder)
     try:

@@ -14,7 +14,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from vllm_tiered_kv.log import get_logger
@@ -40,12 +40,18 @@ from vllm_tiered_kv.tiers.disk.chores import (
 )
 from vllm_tiered_kv.tiers.disk.direct import probe
 from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
+from vllm_tiered_kv.tiers.disk.failures import FailureReason
 from vllm_tiered_kv.tiers.disk.files import Files
-from vllm_tiered_kv.tiers.disk.folders import open_folder, open_root
+from vllm_tiered_kv.tiers.disk.folders import open_folder, open_path, open_root
 from vllm_tiered_kv.tiers.disk.identity_file import write_identity
 from vllm_tiered_kv.tiers.disk.marks import clear_mark, inherit, set_mark
-from vllm_tiered_kv.tiers.disk.names import chunk_file, rank_folder, shard_folder
-from vllm_tiered_kv.tiers.disk.scan import Unreadable, scan_root
+from vllm_tiered_kv.tiers.disk.names import (
+    IDENTITY_FILE,
+    chunk_file,
+    rank_folder,
+    shard_folder,
+)
+from vllm_tiered_kv.tiers.disk.scan import Unreadable, remove_vacant, scan_root
 from vllm_tiered_kv.tiers.disk.survey import Leftovers, Survey
 
 logger = get_logger(__name__)
@@ -53,6 +59,12 @@ logger = get_logger(__name__)
 MAX_CHORES = 4096
 _LAST_CHORES = (Touch, Remove, Mark)
 """Those that are done also when the process ends."""
+AHEAD_NS = 600 * 10**9
+"""By so much may the clocks of hosts differ."""
+UNUSED_NS = 24 * 3600 * 10**9
+"""A namespace without files is removed when no engine has used it for so long."""
+NOTED_LATE_NS = 60 * 10**9
+"""After its use a file's time is set within so long."""
 BREATH = 0.001
 """Seconds between batches of a scan: its thread shares the interpreter with the scheduler's."""
 
@@ -75,7 +87,9 @@ class Keeper:
         self._root = root
         self._files = files
         self._tell = tell
-        self._since_ns = time.time_ns()
+        self._since_ns = self._scanned_ns = time.time_ns()
+        self._marks: set[int] = set()
+        self._identity: Mapping[str, object] | None = None
         self._inherited = False
         self._leftovers = Leftovers()
         self._looked_at_owners = False
@@ -124,6 +138,8 @@ class Keeper:
 
     def _try(self, chore: Chore) -> None:
         self._step()
+        # Where the clock is set back, files get times from before our start.
+        self._since_ns = min(self._since_ns, time.time_ns())
         try:
             self._do(chore)
         except Exception as error:  # noqa: BLE001 - the thread goes on with the next
@@ -140,7 +156,8 @@ class Keeper:
             case Mark():
                 self._mark(chore)
             case Unmark():
-                clear_mark(self._files, self._root, chore.namespace, self._since_ns)
+                while self._marks:
+                    clear_mark(self._files, self._root, chore.namespace, self._marks.pop())
             case Touch():
                 self._touch(chore.files)
             case Probe():
@@ -152,8 +169,10 @@ class Keeper:
         self.busy_since = time.monotonic()
 
     def _prepare(self, chore: Prepare) -> None:
+        self._identity = chore.identity
         reason = write_identity(self._files, self._root, chore.namespace, chore.identity)
-        if reason is not None:
+        full = reason is FailureReason.NO_SPACE  # what can be removed may be all that fills it
+        if reason is not None and not full:
             self._tell(Trouble(chore, reason.value))
             return
         if not self._inherited:
@@ -165,8 +184,9 @@ class Keeper:
         if not self._looked_at_owners:
             self._looked_at_owners = True
             self._warn_of_others(chore.namespace)
-        self._tell(Prepared(probe(self._files, self._root, chore.namespace, rank=0)))
-        self._measure()
+        mode = probe(self._files, self._root, chore.namespace, rank=0)
+        self._measure()  # first: what is wanted from then on goes by it
+        self._tell(Prepared(mode, full))
 
     def _warn_of_others(self, namespace: str) -> None:
         """Who can write there decides what prompts are answered with: checksums are no seals."""
@@ -194,6 +214,8 @@ class Keeper:
         reason = set_mark(self._files, self._root, chore.namespace, self._since_ns)
         if reason is not None:
             self._tell(Trouble(chore, reason.value))
+        else:
+            self._marks.add(self._since_ns)
 
     def _measure(self) -> None:
         root = open_root(self._files, self._root)
@@ -206,6 +228,8 @@ class Keeper:
 
     def _scan(self, chore: Scan) -> None:
         started, now_ns = time.monotonic(), time.time_ns()
+        since_ns = min(self._scanned_ns, now_ns) - NOTED_LATE_NS
+        self._stamp(chore.namespace, now_ns)
         self._leftovers.begin(now_ns, started)
         survey, piece = Survey(chore, now_ns), []
         items = scan_root(self._files, self._root, self._leftovers.has)
@@ -217,15 +241,39 @@ class Keeper:
                 self._tell(Trouble(chore, item.reason.value))
                 return
             if (file := survey.meet(item)) is not None:
-                piece.append(file)
+                piece.append(self._dated(file, now_ns))
             if met % BATCH == 0:
                 if piece:
-                    self._tell(ScanPiece(piece))
+                    self._tell(ScanPiece(piece, since_ns))
                     piece = []
                 self._do_others()
                 time.sleep(BREATH)
-        self._tell(ScanPiece(piece))
+        for namespace in survey.vacant:
+            self._step()
+            if self._closing:
+                return
+            self._do_others()
+            remove_vacant(self._files, self._root, namespace, now_ns - UNUSED_NS)
+        self._scanned_ns = now_ns
+        self._tell(ScanPiece(piece, since_ns))
         self._tell(ScanEnded(survey.other, time.monotonic() - started, survey.missed))
+
+    def _stamp(self, namespace: str, now_ns: int) -> None:
+        """Let other engines know that this namespace is in use, whatever is in it."""
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+            folder = open_path(self._files, self._root, [namespace], opened)
+            try:
+                self._files.utime(IDENTITY_FILE, now_ns, dir_fd=folder)
+            except FileNotFoundError:  # somebody has removed it, maybe with the folder
+                if self._identity is not None:
+                    write_identity(self._files, self._root, namespace, self._identity)
+
+    def _dated(self, file: FoundFile, now_ns: int) -> FoundFile:
+        """A clock that was set back leaves files that would be the newest for years: no more."""
+        if file.used_ns <= now_ns + AHEAD_NS:
+            return file
+        self._touch([(file.name, now_ns)])
+        return file._replace(used_ns=now_ns)
 
     def _do_others(self) -> None:
         """What was asked since the scan began: it may take minutes, and room is made meanwhile."""

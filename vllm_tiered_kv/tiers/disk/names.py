@@ -15,13 +15,16 @@ MAX_GROUP = 0xFFFF
 
 TEMP_FOLDER = "tmp"
 IDENTITY_FILE = "identity.json"
+IDENTITY_TOKEN = "identity-"
+"""What the name of a temporary file begins with that is to become an identity file."""
 
 _NUMBER = r"0|[1-9][0-9]{0,4}"
 _NAMESPACE = re.compile(rf"[0-9a-z-]{{1,{MAX_NAMESPACE_LENGTH}}}")
+_MODEL = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
 _RANK = re.compile(rf"r({_NUMBER})")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _CHUNK = re.compile(rf"((?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}})\.({_NUMBER})\.kv")
-_TEMP = re.compile(r"[0-9a-z-]{1,64}\.tmp")
+_TEMP = re.compile(rf"(?:{IDENTITY_TOKEN})?[0-9a-f]{{24}}\.tmp")
 _MARK = re.compile(r"distrusted-([0-9]{1,19})\.mark")
 
 
@@ -38,6 +41,11 @@ def valid_key(key: bytes) -> bool:
 
 def valid_namespace(name: str) -> bool:
     return _NAMESPACE.fullmatch(name) is not None
+
+
+def is_models_namespace(name: str) -> bool:
+    """Whether it is named by two digests, as those of models are; see `identity.namespace`."""
+    return _MODEL.fullmatch(name) is not None
 
 
 def valid_rank(rank: int) -> bool:
@@ -80,11 +88,12 @@ def parse_rank_folder(name: str) -> int | None:
 
 
 def temp_file(token: str) -> str:
-    """Args: token: 1 to 64 digits, lower-case letters and hyphens."""
+    """Args: token: 24 hexadecimal digits, or these behind :data:`IDENTITY_TOKEN`."""
     return f"{token}.tmp"
 
 
 def is_temp_file(name: str) -> bool:
+    """Whether it is one of ours: the folder may be others' as well, and old ones are removed."""
     return _TEMP.fullmatch(name) is not None
 
 

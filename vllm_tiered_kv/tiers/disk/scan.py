@@ -9,15 +9,7 @@ from pathlib import Path
 
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.folders import close, open_folder, open_path
-from vllm_tiered_kv.tiers.disk.names import (
-    IDENTITY_FILE,
-    TEMP_FOLDER,
-    chunk_file,
-    is_temp_file,
-    rank_folder,
-    shard_folder,
-    valid_namespace,
-)
+from vllm_tiered_kv.tiers.disk.names import IDENTITY_FILE, is_models_namespace
 from vllm_tiered_kv.tiers.disk.walk import (
     FolderMade,
     Foreign,
@@ -41,8 +33,7 @@ __all__ = [
     "FoundTemp",
     "Item",
     "Unreadable",
-    "remove_found",
-    "remove_namespace",
+    "remove_vacant",
     "scan_root",
 ]
 
@@ -71,55 +62,41 @@ def scan_root(
         yield item
 
 
-def remove_namespace(files: Files, root: Path, namespace: str) -> Iterator[Found | FoundTemp]:
-    """Removes a namespace: our files, then the folders that are empty. Foreign files stay.
+def remove_vacant(files: Files, root: Path, namespace: str, since_ns: int) -> bool:
+    """Removes a model's namespace that holds nothing; whether it did. Never raises OSError.
 
-    Works as it is asked for the next one removed. Never raises OSError.
+    Only empty folders go, and the file that says what it was: its time is when an engine last used
+    the namespace.
+
+    Args:
+        since_ns: one used later stays; nanoseconds since the epoch.
     """
-    if not valid_namespace(namespace):
-        return
-    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-        top = open_path(files, root, [], stack)
-        for step in Walk(files).namespace(top, namespace):
-            if isinstance(step, Left):
-                if step.name == namespace and step.folder == top:
-                    _remove_identity(files, top, namespace)
-                with contextlib.suppress(OSError):
-                    files.rmdir(step.name, dir_fd=step.folder)
-            elif isinstance(step.item, (Found, FoundTemp)) and _unlinked(
-                files, step.name, step.folder
-            ):
-                yield step.item
-            elif isinstance(step.item, FoundMark):
-                _unlinked(files, step.name, step.folder)
-
-
-def remove_found(files: Files, root: Path, found: Found | FoundTemp) -> bool:
-    """Whether there was such a file, of whatever namespace and rank, and it is gone."""
-    folders = (
-        [found.namespace] if found.rank is None else [found.namespace, rank_folder(found.rank)]
-    )
-    if isinstance(found, Found):
-        name = chunk_file(found.key, found.group)
-        folders.append(shard_folder(found.key))
-    else:
-        name = found.name if is_temp_file(found.name) else None
-        folders += [] if found.rank is None else [TEMP_FOLDER]
-    if name is None or not valid_namespace(found.namespace):
+    if not is_models_namespace(namespace):
         return False
-    with contextlib.ExitStack() as stack:
-        try:
-            folder = open_path(files, root, folders, stack)
-        except OSError:
-            return False
-        return _unlinked(files, name, folder)
-
-
-def _remove_identity(files: Files, top: int, namespace: str) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+        top = open_path(files, root, [], opened)
         folder = open_folder(files, namespace, top)
+        opened.callback(close, files, folder)
+        used_ns = _used_ns(files, folder)
+        if (files.fstat(folder).st_mtime_ns if used_ns is None else used_ns) >= since_ns:
+            return False
+        steps = opened.enter_context(contextlib.closing(Walk(files).namespace(top, namespace)))
+        for step in steps:
+            if isinstance(step, Left) and step.name != namespace:
+                files.rmdir(step.name, dir_fd=step.folder)
+        if (_used_ns(files, folder) or 0) >= since_ns:
+            return False
         _unlinked(files, IDENTITY_FILE, folder)
-        close(files, folder)
+        files.rmdir(namespace, dir_fd=top)
+        return True
+    return False
+
+
+def _used_ns(files: Files, folder: int) -> int | None:
+    try:
+        return files.stat(IDENTITY_FILE, dir_fd=folder).st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def _unlinked(files: Files, name: str, folder: int) -> bool:

@@ -179,6 +179,8 @@ class RankFolder:
                 elif error.errno in GONE:
                     self._forget(folders)
                 else:
+                    if reason is FailureReason.DESCRIPTORS:
+                        self._forget(folders)  # others may need those more
                     break
             finally:
                 folders.release()
@@ -248,7 +250,12 @@ class RankFolder:
         try:
             return self._files.open(name, flags, dir_fd=shard)
         except OSError as error:
+            if error.errno == errno.EINVAL and not self._is_plain(shard, name):
+                raise Occupied(*error.args) from None  # the thing has no direct I/O, files may
             raise _of_one_chunk(error) from None
+
+    def _is_plain(self, shard: int, name: str) -> bool:
+        return stat.S_ISREG(self._files.stat(name, dir_fd=shard).st_mode)
 
     def _rename(self, temp: str, name: str, temp_folder: int, shard: int) -> None:
         try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from vllm_tiered_kv.tiers.disk.chores import Scan
 from vllm_tiered_kv.tiers.disk.entries import MAX_GROUPS, MAX_RANKS, FileName, FoundFile
+from vllm_tiered_kv.tiers.disk.names import is_models_namespace
 from vllm_tiered_kv.tiers.disk.walk import (
     FolderMade,
+    Foreign,
     Found,
     FoundIdentity,
     FoundMark,
@@ -21,6 +23,8 @@ TEMP_AGE = 600.0
 """Seconds after which a temporary file belongs to nobody any more."""
 MAX_SEEN = 4096
 """Files that are remembered from one scan to the next."""
+MAX_VACANT = 1024
+"""Namespaces without files that one scan remembers."""
 
 
 class Survey:
@@ -38,9 +42,13 @@ class Survey:
         """Bytes of all that is no chunk; see :class:`~.chores.Scan`."""
         self.missed = 0
         """Folders and files that could not be looked at."""
+        self.vacant: set[str] = set()
+        """Other models' namespaces in which nothing was met but folders and their identity."""
 
     def meet(self, item: Item) -> FoundFile | None:
         """Note an item; the file, if it is one of a chunk."""
+        if self.vacant and not isinstance(item, FolderMade | FoundIdentity):
+            self.vacant.discard(_namespace_of(item))
         match item:
             case Found() if item.group < MAX_GROUPS and item.rank < MAX_RANKS:
                 name = FileName(item.namespace, item.rank, item.group, item.key)
@@ -55,9 +63,17 @@ class Survey:
                 pass  # an empty file
             case FolderMade():
                 self.other += 0 if self._is_reserved(item) else PAGE
+                if item.rank is None:
+                    self._note_vacant(item.namespace)
             case Unreadable():
                 self.missed += 1
         return None
+
+    def _note_vacant(self, namespace: str) -> None:
+        """Until anything is met in it."""
+        is_other = namespace != self._scan.namespace and is_models_namespace(namespace)
+        if is_other and len(self.vacant) < MAX_VACANT:
+            self.vacant.add(namespace)
 
     def _may_be_written(self, temp: FoundTemp) -> bool:
         """Whether it may be that of a write under way, for which room is kept."""
@@ -70,6 +86,12 @@ class Survey:
         rank = folder.rank
         own = folder.namespace == self._scan.namespace
         return own and rank is not None and rank < self._scan.ranks
+
+
+def _namespace_of(item: Found | FoundTemp | FoundMark | Foreign | Unreadable) -> str:
+    if isinstance(item, Foreign | Unreadable):
+        return item.path.partition("/")[0]
+    return item.namespace
 
 
 class Leftovers:

@@ -142,6 +142,11 @@ class DiskTier:
         return self._upkeep.is_scanned
 
     @property
+    def is_direct(self) -> bool:
+        """Whether files bypass the page cache."""
+        return self._upkeep.mode is IoMode.DIRECT
+
+    @property
     def chunks(self) -> int:
         """Chunks of our own namespace."""
         return len(self._catalogue)
@@ -277,10 +282,12 @@ class DiskTier:
         match news:
             case Prepared():
                 self._upkeep.prepared(news, now)
+                if news.full:
+                    self._trouble("disk_folder", "the disk tier's file system is full")
                 if not self._upkeep.is_scanned and not self._upkeep.is_scanning:
                     self._begin_scan(now)
             case ScanPiece():
-                self._catalogue.found(news.files)
+                self._catalogue.found(news.files, news.since_ns)
             case ScanEnded():
                 self._catalogue.scan_ends(missed=news.missed)
                 self._quota.scanned(news.other_bytes, self._upkeep.scan_began)
@@ -365,14 +372,15 @@ class DiskTier:
         self._pump()
 
     def _do_chores(self, now: float) -> None:
-        if not self._upkeep.tick(now, hung=len(self._flight.hung)):
-            return
-        if self._upkeep.scan_is_due(now):
-            self._begin_scan(now)
+        is_good = self._upkeep.tick(now, hung=len(self._flight.hung))
         if self._upkeep.keeps.is_good:
             self._mark()
             self._removal.remove_distrusted()
             self._unmark()
+        if not is_good:
+            return
+        if self._upkeep.scan_is_due(now):
+            self._begin_scan(now)
         if now >= self._touch_at:
             self._touch_at = now + TOUCH_EVERY
             self.flush()

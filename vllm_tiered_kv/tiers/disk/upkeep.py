@@ -67,8 +67,12 @@ class Upkeep:
 
     def prepared(self, news: Prepared, now: float) -> None:
         self._preparing = False
-        for health in (self.reads, self.writes, self.keeps):
-            health.succeeded()
+        self.reads.succeeded()
+        self.keeps.succeeded()
+        if news.full:
+            self.writes.failed(now, at_once=True)
+        else:
+            self.writes.succeeded()
         if self.mode is None:
             self.mode = news.mode
         # Whatever was wrong, other files may be there than before.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import msgspec
@@ -108,7 +108,7 @@ class Left(msgspec.Struct, frozen=True):
     name: str
 
 
-Steps = Iterator[Step | Left]
+Steps = Generator[Step | Left, None, None]
 
 
 class Walk:

@@ -27,15 +27,16 @@ from vllm_tiered_kv.tiers.disk.chores import (
     Trouble,
 )
 from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
-from vllm_tiered_kv.tiers.disk.failures import FailureReason
+from vllm_tiered_kv.tiers.disk.failures import OF_ONE_CHUNK, FailureReason
 from vllm_tiered_kv.tiers.disk.format import file_bytes
 from vllm_tiered_kv.tiers.disk.quota import Quota
 from vllm_tiered_kv.tiers.disk.removal import Removal
 from vllm_tiered_kv.tiers.disk.results import Read, ReadStatus, WriteStatus, Written
-from vllm_tiered_kv.tiers.disk.settings import FOLDER_BYTES, TierSettings
+from vllm_tiered_kv.tiers.disk.settings import TierSettings
 from vllm_tiered_kv.tiers.disk.upkeep import RESCAN_SHARED, Upkeep
 from vllm_tiered_kv.tiers.disk.uses import STEP_NS, Uses
 from vllm_tiered_kv.tiers.objects.answers import Answers, Listener
+from vllm_tiered_kv.tiers.objects.folders import Folders
 from vllm_tiered_kv.tiers.objects.holds import Holds
 from vllm_tiered_kv.tiers.objects.lookups import LookUps
 from vllm_tiered_kv.tiers.objects.names import ObjectId
@@ -44,8 +45,6 @@ from vllm_tiered_kv.tiers.objects.tasks import Delete, Ended, Kind, LookUp, Part
 
 WRITE_PATIENCE = 60.0
 """Seconds a write waits before it begins: the host keeps its memory for it."""
-NAMESPACE_BYTES = 2 * 4096
-"""Of a new namespace: its folder, and the file that says what it is."""
 MAX_PARTS = 16384
 """Parts of one kind that may wait."""
 LARGEST_SHARE = 4
@@ -116,6 +115,7 @@ class ObjectTier:
         self._reads = PartQueue(MAX_PARTS, settings.capacity, 2 * readers)
         self._writes = PartQueue(MAX_PARTS, max_queued, 2 * writers)
         self._holds = Holds()
+        self._folders = Folders()
         self._lookups = LookUps(catalogue, self._removal.__contains__)
         self._uses: Uses[FileName] = Uses()
         self._deletes: list[Delete] = []
@@ -320,7 +320,8 @@ class ObjectTier:
         full = reason is FailureReason.NO_SPACE
         writing = part.task.kind is Kind.STORE
         health = self._upkeep.writes if writing else self._upkeep.reads
-        health.failed(self._clock(), at_once=full)
+        if reason not in OF_ONE_CHUNK:
+            health.failed(self._clock(), at_once=full)
         if full:
             self._upkeep.measure_soon()
         why = reason.value if isinstance(reason, FailureReason) else "other"
@@ -335,12 +336,13 @@ class ObjectTier:
             case Prepared():
                 self._upkeep.prepared(news, now)
                 self._out.prepared(news)
+                if news.full:
+                    self._out.trouble("disk_folder", "the folder's file system is full")
                 if not self._upkeep.is_scanned and not self._upkeep.is_scanning:
                     self._begin_scan(now)
             case ScanPiece():
-                self._catalogue.found(news.files)
-                for namespace in {file.name.namespace for file in news.files}:
-                    self._lookups.learn(namespace)
+                self._catalogue.found(news.files, news.since_ns)
+                self._met(news.files)
             case ScanEnded():
                 self._catalogue.scan_ends(missed=news.missed)
                 self._quota.scanned(news.other_bytes, self._upkeep.scan_began)
@@ -358,8 +360,7 @@ class ObjectTier:
                     self._upkeep.keeps.failed(now)
             case Probed():
                 self._catalogue.found_late(news.there)
-                for namespace in {file.name.namespace for file in news.there}:
-                    self._lookups.learn(namespace)
+                self._met(news.there)
                 if (wanted := self._lookups.take(news.job)) is not None:
                     self._found(wanted)
             case Measured():
@@ -373,6 +374,12 @@ class ObjectTier:
                     self._deleted(news.chore.files)
         self._make_room()
         self._pump()
+
+    def _met(self, files: Iterable[FoundFile]) -> None:
+        """These are there, and so are the folders they are in."""
+        for file in files:
+            self._folders.new_bytes(file.name)
+            self._lookups.learn(file.name.namespace)
 
     def _deleted(self, files: Iterable[FileName]) -> None:
         """The keeper is done with these."""
@@ -497,8 +504,8 @@ class ObjectTier:
         self._quota.reserve(nbytes)
         self._writing.add(part.file)
         self._holds.hold(part.file)
-        if self._lookups.learn(part.file.namespace):
-            self._quota.doubt(FOLDER_BYTES + NAMESPACE_BYTES, now)  # until a scan has met them
+        self._lookups.learn(part.file.namespace)
+        self._quota.doubt(self._folders.new_bytes(part.file), now)  # until a scan has met them
         self._out.do(part)
         return True
 

@@ -3,12 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import msgspec
 import torch
 
 from vllm_tiered_kv.layout import GroupPages, LayoutError, dense_bytes
-from vllm_tiered_kv.remote.memory import SLOT_STRIDE, Strip
+from vllm_tiered_kv.remote.memory import GroupLayout, SlotLayout, Strip
+
+
+class OwnSlots(NamedTuple):
+    """A rank's host pool."""
+
+    address: int
+    """Of slot 0."""
+    slot_bytes: int
+    num_slots: int
+    chunk_tokens: int
+    pages: Sequence[GroupPages]
+    """What a slot holds images of, by KV cache group."""
 
 
 def page_strips(
@@ -43,33 +57,61 @@ def page_strips(
     return tuple(strips), entries
 
 
-def slot_strips(
-    strips: tuple[Strip, ...], entries: int, pages: GroupPages, pool_address: int
-) -> tuple[Strip, ...]:
-    """The same layers in a host pool: a block there is the image of its pages.
+def slot_layout(groups: Sequence[GroupLayout], slots: OwnSlots) -> SlotLayout:
+    """How the groups lie in the pool.
 
     Args:
-        strips: of the pages, see `page_strips`.
-        entries: of a block.
-        pages: the group's rows, whose order is the image's.
-        pool_address: where byte offset 0 is.
+        groups: as they lie in the KV cache.
+        slots: the pool.
+
+    Raises:
+        LayoutError: a layer is in none of the rows that a slot holds.
+    """
+    found = [
+        msgspec.structs.replace(
+            group,
+            num_blocks=slots.num_slots,
+            strips=slot_strips(group, pages, slots.address, slots.slot_bytes),
+            per_slot=slots.chunk_tokens // (group.entry_tokens * group.entries),
+        )
+        for group, pages in zip(groups, slots.pages, strict=True)
+    ]
+    return SlotLayout(slots.address, slots.slot_bytes, tuple(found))
+
+
+def slot_strips(
+    group: GroupLayout, pages: GroupPages, pool_address: int, slot_bytes: int
+) -> tuple[Strip, ...]:
+    """A group's layers in a host pool: a block there is the image of its pages.
+
+    Args:
+        group: as it lies in the KV cache.
+        pages: its rows, whose order is the image's.
+        pool_address: where slot 0 is.
+        slot_bytes: from slot to slot.
 
     Raises:
         LayoutError: a layer is in none of the rows.
     """
     rows = [row.data_ptr() for row in pages.rows]
     found = []
-    for strip in strips:
+    for strip in group.strips:
         start = 0
         for address, nbytes in zip(rows, pages.row_bytes, strict=True):
             inside = strip.address - address
-            if inside >= 0 and inside + strip.entry_bytes * entries <= nbytes:
+            if inside >= 0 and inside + strip.entry_bytes * group.entries <= nbytes:
                 break
             start += nbytes
         else:
             raise LayoutError(f"The pages of {strip.layer} are in no row.")
-        address = pool_address + start + inside
-        found.append(Strip(strip.layer, address, SLOT_STRIDE, strip.entry_bytes, strip.splits))
+        found.append(
+            msgspec.structs.replace(
+                strip,
+                address=pool_address + start + inside,
+                stride=slot_bytes,
+                step=pages.block_bytes,
+            )
+        )
     return tuple(found)
 
 

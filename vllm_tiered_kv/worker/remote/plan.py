@@ -2,7 +2,8 @@
 """Which bytes of which rank a read takes: pure arithmetic on layouts and block numbers.
 
 Whole entries where producer and consumer divide the KV heads alike, runs of whole heads where they
-don't. What can't be read so is refused with a sentence, at the handshake.
+don't. What can't be read so is refused with a sentence, at the handshake. A producer's pages and
+slots can be read into pages; slots into slots only as a whole, where both are laid out alike.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm_tiered_kv.remote.memory import GroupLayout, RankLayout, Strip
+from vllm_tiered_kv.remote.memory import GroupLayout, RankLayout, SlotLayout, Strip
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.remote.transport import Int64s
@@ -31,7 +32,9 @@ class Places(NamedTuple):
     """Entries in the order of the prompt, int64 `[n]` each."""
 
     blocks: Int64s
-    """Block numbers, or byte offsets of blocks in slots."""
+    """Block numbers, or slot numbers."""
+    within: Int64s
+    """Which of the slot's blocks; 0 in the KV cache."""
     entries: Int64s
     """Which of the block's entries."""
 
@@ -40,14 +43,17 @@ class Route(NamedTuple):
     """What one rank reads from another of one group, for every entry; int64 `[k]`, or numbers.
 
     `local` and `remote` are addresses of block 0's first entry, with the head's place added.
+    Strides and steps are those of the strips.
     """
 
     rank: int
     local: Int64s
     local_stride: Int64s
+    local_step: Int64s
     local_entry: Int64s
     remote: Int64s
     remote_stride: Int64s
+    remote_step: Int64s
     remote_entry: Int64s
     nbytes: Int64s
     by_entry: bool
@@ -90,20 +96,91 @@ def plan_routes(local: RankLayout, remote: Sequence[RankLayout]) -> tuple[GroupR
     )
 
 
-def place_entries(blocks: Int64s, entries: int, first: int, count: int) -> Places:
-    """Entries `first` to `first + count` of a block table.
+def in_slots(rank: RankLayout) -> RankLayout:
+    """The rank's groups as they lie in its slots, for :func:`plan_routes`.
+
+    Raises:
+        Refusal: its slots can't be read.
+    """
+    return RankLayout(rank.rank, _slots(rank).groups)
+
+
+def plan_slot_routes(local: RankLayout, remote: Sequence[RankLayout]) -> tuple[GroupRoutes, ...]:
+    """How this rank reads whole slots into its own; see :func:`whole_slots`.
+
+    Raises:
+        Refusal: it can't: slots are only copied between ranks that lay them out alike.
+    """
+    ours = _slots(local)
+    theirs = [(rank.rank, _slots(rank)) for rank in remote]
+    return tuple(_slot_routes(local.rank, g, ours, theirs) for g in range(len(ours.groups)))
+
+
+def place_entries(
+    blocks: Int64s, entries: int, first: int, count: int, per_slot: int = 1
+) -> Places:
+    """Entries `first` to `first + count` of a table.
 
     Args:
-        blocks: the table: block numbers in the order of the prompt.
+        blocks: the table, in the order of the prompt: block numbers, or slot numbers.
         entries: of a block.
+        per_slot: blocks of a slot.
 
     Raises:
         OutOfRange: the table is too short.
     """
-    if first < 0 or count < 0 or first + count > len(blocks) * entries:
-        raise OutOfRange(f"entries {first} to {first + count} of {len(blocks) * entries}")
+    if first < 0 or count < 0 or first + count > len(blocks) * per_slot * entries:
+        raise OutOfRange(
+            f"entries {first} to {first + count} of {len(blocks) * per_slot * entries}"
+        )
     index = np.arange(first, first + count, dtype=np.int64)
-    return Places(blocks[index // entries], index % entries)
+    block = index // entries
+    return Places(blocks[block // per_slot], block % per_slot, index % entries)
+
+
+def check_places(places: Places, group: GroupLayout) -> None:
+    """See that a group has all of these.
+
+    Raises:
+        OutOfRange: a block doesn't exist.
+    """
+    if len(places.blocks) and not (
+        places.blocks.min() >= 0
+        and places.blocks.max() < group.num_blocks
+        and places.within.min() >= 0
+        and places.within.max() < group.per_slot
+    ):
+        raise OutOfRange(f"a block is not one of {group.num_blocks}")
+
+
+def whole_slots(slots: Int64s) -> Places:
+    """Slots for a read along :func:`plan_slot_routes`."""
+    nothing = np.zeros(len(slots), dtype=np.int64)
+    return Places(slots, nothing, nothing)
+
+
+def plan_slots(
+    routes: Sequence[GroupRoutes], local: Sequence[Sequence[int]], remote: Sequence[Sequence[int]]
+) -> dict[int, list[Runs]]:
+    """The runs that copy whole slots, by the rank that they are read from.
+
+    Args:
+        routes: by KV cache group, see :func:`plan_slot_routes`.
+        local: slots that are written, by group.
+        remote: those they are read from, as many.
+
+    Raises:
+        OutOfRange: slots that a side doesn't have, or other groups.
+    """
+    if not len(local) == len(remote) == len(routes):
+        raise OutOfRange(f"{len(remote)} groups for {len(local)} of {len(routes)}")
+    by_rank: dict[int, list[Runs]] = {}
+    for group, ours, theirs in zip(routes, local, remote, strict=True):
+        here = whole_slots(np.array(ours, dtype=np.int64))
+        there = whole_slots(np.array(theirs, dtype=np.int64))
+        for runs in plan_read(group, here, there):
+            by_rank.setdefault(runs.rank, []).append(runs)
+    return by_rank
 
 
 def plan_read(routes: GroupRoutes, local: Places, remote: Places) -> list[Runs]:
@@ -114,28 +191,93 @@ def plan_read(routes: GroupRoutes, local: Places, remote: Places) -> list[Runs]:
     """
     if len(local.blocks) != len(remote.blocks):
         raise OutOfRange(f"{len(remote.blocks)} entries for {len(local.blocks)} places")
-    for places, group in ((local, routes.local), (remote, routes.remote)):
-        if len(places.blocks) and not (
-            places.blocks.min() >= 0 and places.blocks.max() < group.num_blocks
-        ):
-            raise OutOfRange(f"a block is not one of {group.num_blocks}")
+    check_places(local, routes.local)
+    check_places(remote, routes.remote)
     return [_runs(route, local, remote) for route in routes.routes if len(local.blocks)]
 
 
 def _runs(route: Route, local: Places, remote: Places) -> Runs:
-    here = _addresses(route.local, route.local_stride, route.local_entry, local)
-    there = _addresses(route.remote, route.remote_stride, route.remote_entry, remote)
+    here = _addresses(route.local, route.local_stride, route.local_step, route.local_entry, local)
+    there = _addresses(
+        route.remote, route.remote_stride, route.remote_step, route.remote_entry, remote
+    )
     nbytes = np.broadcast_to(route.nbytes[:, None], here.shape)
     if route.by_entry:
         here, there, nbytes = here.T, there.T, nbytes.T
     return Runs(route.rank, here.ravel(), there.ravel(), nbytes.ravel())
 
 
-def _addresses(base: Int64s, stride: Int64s, entry: Int64s, places: Places) -> Int64s:
+def _addresses(base: Int64s, stride: Int64s, step: Int64s, entry: Int64s, places: Places) -> Int64s:
     """Addresses `[k, n]`."""
-    blocks = stride[:, None] * places.blocks[None, :]
-    addresses: Int64s = base[:, None] + blocks + entry[:, None] * places.entries[None, :]
+    addresses: Int64s = base[:, None] + stride[:, None] * places.blocks[None, :]
+    addresses += step[:, None] * places.within[None, :]
+    addresses += entry[:, None] * places.entries[None, :]
     return addresses
+
+
+def _slots(rank: RankLayout) -> SlotLayout:
+    if rank.slots is None:
+        raise Refusal(f"rank {rank.rank} has no slots that could be read")
+    return rank.slots
+
+
+def _slots_differ(ours: SlotLayout, theirs: SlotLayout, group: int) -> str | None:
+    """Why the bytes of two slots do not mean the same; None if they do."""
+    if len(ours.groups) != len(theirs.groups):
+        return f"they have {len(theirs.groups)} and {len(ours.groups)} KV cache groups"
+    here, there = ours.groups[group], theirs.groups[group]
+    if there.contents != here.contents:
+        return "attention backend, cache dtype, head size or instruction set differ"
+    if there.entry_tokens * there.entries != here.entry_tokens * here.entries:
+        return (
+            f"blocks have {there.entry_tokens * there.entries} tokens there and "
+            f"{here.entry_tokens * here.entries} here"
+        )
+    if there.per_slot != here.per_slot:
+        return f"chunks have {there.per_slot} blocks there and {here.per_slot} here"
+    if there.heads != here.heads:
+        return (
+            f"no rank there has just the KV heads from {here.heads.first} to "
+            f"{here.heads.first + here.heads.count - 1} of {here.heads.total} (parallelism differs)"
+        )
+    if _image(theirs, there) != _image(ours, here):
+        return "other layers, or layers in another order, are in a slot"
+    return None
+
+
+def _image(slots: SlotLayout, layout: GroupLayout) -> object:
+    """Where each layer's bytes are in a slot."""
+    strips = [(s.layer, s.address - slots.address, s.step, s.entry_bytes) for s in layout.strips]
+    return layout.entries, sorted(strips)
+
+
+def _slot_routes(
+    rank: int, group: int, ours: SlotLayout, theirs: Sequence[tuple[int, SlotLayout]]
+) -> GroupRoutes:
+    layout = ours.groups[group]
+    if not layout.strips:
+        return GroupRoutes(layout, layout, ())  # other pipeline stages have all its layers
+    reasons = [_slots_differ(ours, slots, group) for _, slots in theirs]
+    alike = [each for each, reason in zip(theirs, reasons, strict=True) if reason is None]
+    if not alike:
+        why = next(iter(reasons), "there is none")
+        raise Refusal(f"the slots of the two engines are laid out otherwise: {why}")
+    source, slots = alike[rank % len(alike)]
+    nothing = np.zeros(1, dtype=np.int64)
+    route = Route(
+        source,
+        np.array([ours.address], dtype=np.int64),
+        np.array([ours.slot_bytes], dtype=np.int64),
+        nothing,
+        nothing,
+        np.array([slots.address], dtype=np.int64),
+        np.array([slots.slot_bytes], dtype=np.int64),
+        nothing,
+        nothing,
+        np.array([layout.per_slot * layout.strips[0].step], dtype=np.int64),
+        by_entry=False,
+    )
+    return GroupRoutes(layout, slots.groups[group], (route,))
 
 
 class _Piece(NamedTuple):
@@ -258,9 +400,11 @@ def _route(rank: int, pieces: Sequence[_Piece]) -> Route:
         rank,
         column([p.local.address + p.local_offset for p in pieces]),
         column([p.local.stride for p in pieces]),
+        column([p.local.step for p in pieces]),
         column([p.local.entry_bytes for p in pieces]),
         column([p.remote.address + p.remote_offset for p in pieces]),
         column([p.remote.stride for p in pieces]),
+        column([p.remote.step for p in pieces]),
         column([p.remote.entry_bytes for p in pieces]),
         column([p.nbytes for p in pieces]),
         _is_by_entry(pieces),

@@ -8,6 +8,7 @@ their memory is free, are the puller's.
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,9 +17,9 @@ import numpy as np
 import torch
 
 from vllm_tiered_kv.geometry import GroupGeometry
-from vllm_tiered_kv.protocol import JobResult, JobStatus, PullJob, PullResult
+from vllm_tiered_kv.protocol import JobResult, JobStatus, PullJob, PullResult, SlotRead
 from vllm_tiered_kv.remote.handoff import PeerMemory
-from vllm_tiered_kv.remote.memory import GroupLayout, Heads, RankLayout, Strip
+from vllm_tiered_kv.remote.memory import GroupLayout, Heads, Place, RankLayout, Strip
 from vllm_tiered_kv.remote.transport import (
     Endpoint,
     Fence,
@@ -28,16 +29,20 @@ from vllm_tiered_kv.remote.transport import (
     Region,
     Transport,
 )
-from vllm_tiered_kv.worker.remote.layout import page_strips
+from vllm_tiered_kv.worker.remote.checksums import Checker, Units, are_equal, read_units
+from vllm_tiered_kv.worker.remote.layout import OwnSlots, page_strips, slot_layout
 from vllm_tiered_kv.worker.remote.plan import (
     GroupRoutes,
     OutOfRange,
     Places,
     Refusal,
     Runs,
+    in_slots,
     place_entries,
     plan_read,
     plan_routes,
+    plan_slot_routes,
+    plan_slots,
 )
 from vllm_tiered_kv.worker.remote.puller import Part, Puller
 
@@ -52,10 +57,43 @@ _STATUS = {
 class _Peer:
     """A producer whose memory is known."""
 
-    def __init__(self, endpoints: dict[int, str], routes: tuple[GroupRoutes, ...]) -> None:
+    def __init__(
+        self,
+        endpoints: dict[int, str],
+        layouts: dict[int, RankLayout],
+        routes: dict[Place, tuple[GroupRoutes, ...]],
+        slot_routes: tuple[GroupRoutes, ...],
+    ) -> None:
         self.endpoints = endpoints
         """By rank, the name that the transport knows it by."""
+        self.layouts = layouts
+        """By rank."""
         self.routes = routes
+        """By where it is read from."""
+        self.slot_routes = slot_routes
+        """From slots into slots; none where they are not laid out alike."""
+
+    def groups(self, rank: int, place: Place) -> tuple[GroupLayout, ...]:
+        """How a rank's groups lie there."""
+        layout = self.layouts[rank]
+        return (layout if place is Place.PAGES else in_slots(layout)).groups
+
+
+class _Check(NamedTuple):
+    """What is to be compared when a pull has arrived."""
+
+    units: Units
+    places: Places
+    sums: bytes
+    start: int
+    """The entry of the prompt that the places begin with."""
+
+
+class _Plan(NamedTuple):
+    """A pull, read by read."""
+
+    parts: list[Part]
+    checks: list[_Check]
 
 
 class Pulls:
@@ -64,6 +102,7 @@ class Pulls:
     Args:
         layout: how our pages lie.
         transport: moves the bytes.
+        checker: compares checksums of what has arrived.
         fail: takes each kind of failure, and a sentence.
         clock: seconds, monotonic; the one that the transport's deadlines are in.
     """
@@ -72,17 +111,23 @@ class Pulls:
         self,
         layout: RankLayout,
         transport: Transport,
+        checker: Checker,
         fail: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layout = layout
         self._transport = transport
+        self._checker = checker
         self._fail = fail
         self._clock = clock
         self._puller = Puller(transport)
         self._peers: dict[str, _Peer] = {}
         self._refused: list[int] = []
         """Pulls that were not begun, and are not told of yet."""
+        self._checks: dict[int, list[_Check]] = {}
+        """By job, of pulls that have not arrived."""
+        self._checked: deque[tuple[int, bool, PullResult]] = deque()
+        """Pulls that have been compared, and whether they are what was handed over."""
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -93,20 +138,33 @@ class Pulls:
 
     def meet(self, memory: PeerMemory) -> None:
         """From now on this engine can be read from, if it can."""
+        layouts = {rank.rank: rank.layout for rank in memory.ranks}
         try:
-            routes = plan_routes(self.layout, [rank.layout for rank in memory.ranks])
+            routes = {Place.PAGES: plan_routes(self.layout, list(layouts.values()))}
+            if all(layout.slots is not None for layout in layouts.values()):
+                slots = [in_slots(layout) for layout in layouts.values()]
+                routes[Place.SLOTS] = plan_routes(self.layout, slots)
         except Refusal as error:
             self._fail("remote_pages", f"a peer's pages cannot be read: {error}")
             return
-        wanted = {route.rank for group in routes for route in group.routes}
+        slot_routes = self._slot_routes(memory)
+        wanted = {
+            route.rank for group in (*routes[Place.PAGES], *slot_routes) for route in group.routes
+        }
         endpoints = {m.rank: m.endpoint for m in memory.ranks if m.rank in wanted}
         old = self._peers.get(memory.engine)
         for endpoint in endpoints.values():
             self._transport.connect(endpoint)
         names = {rank: endpoint.incarnation for rank, endpoint in endpoints.items()}
-        self._peers[memory.engine] = _Peer(names, routes)
+        self._peers[memory.engine] = _Peer(names, layouts, routes, slot_routes)
         if old is not None:
             self._disconnect(set(old.endpoints.values()) - set(names.values()))
+
+    def _slot_routes(self, memory: PeerMemory) -> tuple[GroupRoutes, ...]:
+        try:
+            return plan_slot_routes(self.layout, [rank.layout for rank in memory.ranks])
+        except Refusal:  # said where it was asked whether its chunks can be read
+            return ()
 
     def part(self, engine: str) -> None:
         """This engine is not read from any more."""
@@ -122,50 +180,113 @@ class Pulls:
 
     def start(self, job: int, order: PullJob, after: Fence | None = None) -> None:
         """Begin a pull; :meth:`take` tells its end."""
+        plan = _Plan([], [])
         try:
-            parts = self._plan(order)
+            plan = self._plan(order)
         except OutOfRange as error:
             self._fail("remote_range", f"a pull is not begun: {error}")
-            parts = []
-        if not parts:
+        except Refusal as error:
+            self._fail("remote_verify", f"a pull is not begun: {error}")
+        if not plan.parts:
             self._refused.append(job)
             return
-        self._puller.start(job, parts, self._clock() + order.deadline, after)
+        if plan.checks:
+            self._checks[job] = plan.checks
+        self._puller.start(job, plan.parts, self._clock() + order.deadline, after)
 
-    def _plan(self, order: PullJob) -> list[Part]:
+    def start_slots(self, order: SlotRead) -> None:
+        """Begin to read slots into slots; :meth:`take` tells its end as that of a pull."""
+        peer = self._peers.get(order.engine)
+        by_rank: dict[int, list[Runs]] = {}
+        try:
+            if peer is None or not peer.slot_routes:
+                self._fail("remote_peer", "slots are not read: that peer's are not known")
+            else:
+                by_rank = plan_slots(peer.slot_routes, order.local, order.remote)
+        except OutOfRange as error:
+            self._fail("remote_range", f"slots of a peer are not read: {error}")
+        if peer is None or not by_rank:
+            self._refused.append(order.job)
+            return
+        parts = [Part(peer.endpoints[rank], _joined(runs)) for rank, runs in by_rank.items()]
+        self._puller.start(order.job, parts, self._clock() + order.deadline)
+
+    def cancel(self, jobs: Sequence[int]) -> None:
+        """Give these up; those that have ended are passed over."""
+        self._puller.cancel(jobs)
+
+    def _plan(self, order: PullJob) -> _Plan:
         """What is read from whom.
 
         Raises:
             OutOfRange: blocks that a side does not have.
+            Refusal: what is read can't be compared with the producer's checksums.
         """
         peer = self._peers.get(order.engine)
         if peer is None:
             self._fail("remote_peer", "a pull is not begun: that peer's memory is not known")
-            return []
-        if len(order.local) != len(peer.routes) or len(order.remote) != len(peer.routes):
+            return _Plan([], [])
+        all_routes = peer.routes.get(order.place, ())
+        if len(order.local) != len(all_routes) or len(order.remote) != len(all_routes):
             raise OutOfRange("another number of KV cache groups")
         by_rank: dict[int, list[Runs]] = {}
-        for routes, local, remote in zip(peer.routes, order.local, order.remote, strict=True):
-            ours, theirs = (
-                _places(routes.local.entries, local),
-                _places(routes.remote.entries, remote),
-            )
+        checks: list[_Check] = []
+        for g, routes in enumerate(all_routes):
+            ours, theirs = _places(routes, order.local[g], order.remote[g], order.skip)
             for runs in plan_read(routes, ours, theirs):
                 by_rank.setdefault(runs.rank, []).append(runs)
-        return [Part(peer.endpoints[rank], _joined(runs)) for rank, runs in by_rank.items()]
+            for route in routes.routes if order.sums else ():
+                units = read_units(route, peer.groups(route.rank, order.place)[g])
+                sums = _sums(order, route.rank, g)
+                checks.append(_Check(units, ours, sums, order.start // routes.local.entry_tokens))
+        parts = [Part(peer.endpoints[rank], _joined(runs)) for rank, runs in by_rank.items()]
+        return _Plan(parts, checks)
 
     def take(self) -> list[tuple[int, JobStatus, PullResult]]:
         """Pulls that have ended since the last call; each once."""
-        now = self._clock()
         refused, self._refused = self._refused, []
+        ended = self._puller.poll()
+        told_of: Counter[str] = Counter()
+        now = self._clock()  # not before: who stood still in between may look at late bytes
         nothing = PullResult(0, 0.0, now, may_write=False)
         told = [(job, JobStatus.FAILED, nothing) for job in refused]
-        for result in self._puller.poll():
-            if result.outcome is not Outcome.DONE:
-                self._fail(result.kind or "remote_peer", f"a pull did not arrive: {result.reason}")
+        told += self._take_checked()
+        for result in ended:
+            checks = self._checks.pop(result.pull, None)
+            if result.kind:  # none where it was called off
+                told_of[result.kind] += 1
+                self._fail(result.kind, f"a pull did not arrive: {result.reason}")
             may_write = result.memory is Memory.QUARANTINED
             part = PullResult(result.nbytes, result.seconds, now, may_write)
+            if checks is not None and result.outcome is Outcome.DONE:
+                self._compare(result.pull, checks, part)
+                continue
             told.append((result.pull, _STATUS[result.outcome], part))
+        others = Counter(self._transport.take_counts()) - told_of
+        for kind in others.elements():  # that ended no pull, or more than one part of it
+            self._fail(kind, "see the transport's own words above")
+        return told
+
+    def _compare(self, job: int, checks: Sequence[_Check], part: PullResult) -> None:
+        """Have what has arrived compared; told of by :meth:`_take_checked`."""
+
+        def compare() -> None:
+            good = False
+            try:
+                good = all(are_equal(*check) for check in checks)
+            finally:
+                self._checked.append((job, good, part))
+
+        if not self._checker.submit(compare):
+            self._checked.append((job, False, part))
+
+    def _take_checked(self) -> list[tuple[int, JobStatus, PullResult]]:
+        told = []
+        while self._checked:
+            job, good, part = self._checked.popleft()
+            if not good:
+                self._fail("remote_verify", "what has arrived is not what was handed over")
+            told.append((job, JobStatus.DONE if good else JobStatus.FAILED, part))
         return told
 
     def settled(self) -> list[int]:
@@ -177,8 +298,33 @@ class Pulls:
         return self._transport.close(timeout)
 
 
-def _places(entries: int, blocks: Sequence[int]) -> Places:
-    return place_entries(np.array(blocks, dtype=np.int64), entries, 0, len(blocks) * entries)
+def _places(
+    routes: GroupRoutes, local: Sequence[int], remote: Sequence[int], skip: int
+) -> tuple[Places, Places]:
+    """The entries of our blocks, and those of the peer's that belong there.
+
+    Args:
+        skip: tokens at the head of the peer's that are not read.
+
+    Raises:
+        OutOfRange: the peer's are too few.
+    """
+    ours, theirs = routes.local, routes.remote
+    skipped = skip // theirs.entry_tokens
+    there = len(remote) * theirs.per_slot * theirs.entries - skipped
+    count = min(len(local) * ours.entries, there)
+    return (
+        place_entries(np.array(local, dtype=np.int64), ours.entries, 0, count),
+        place_entries(
+            np.array(remote, dtype=np.int64), theirs.entries, skipped, count, theirs.per_slot
+        ),
+    )
+
+
+def _sums(order: PullJob, rank: int, group: int) -> bytes:
+    """The checksums of a rank; empty, which nothing is equal to, where there are none."""
+    groups = order.sums[rank] if rank < len(order.sums) else ()
+    return groups[group] if group < len(groups) else b""
 
 
 def _joined(runs: Sequence[Runs]) -> Runs:
@@ -244,13 +390,18 @@ def rank_layout(
     heads: Sequence[Heads],
     own: OwnPages,
     contents: str,
+    slots: OwnSlots | None = None,
 ) -> RankLayout:
-    """How this rank's pages lie, for peers and for ourselves."""
-    found = [
+    """How this rank's pages and slots lie, for peers and for ourselves.
+
+    Raises:
+        LayoutError: a slot doesn't hold what the pages do.
+    """
+    found = tuple(
         GroupLayout(contents, group.block_tokens // entries, entries, own.num_blocks, mine, strips)
         for group, mine, strips, entries in zip(groups, heads, own.strips, own.entries, strict=True)
-    ]
-    return RankLayout(rank, tuple(found))
+    )
+    return RankLayout(rank, found, slot_layout(found, slots) if slots is not None else None)
 
 
 def regions_of(tensors: Sequence[torch.Tensor]) -> list[Region]:
