@@ -193,8 +193,9 @@ GATE_PROBES = Metric(
 GATE_GIVEN_UP = Metric(
     "gate_given_up",
     ("tier",),
-    "Loads (cpu) and waits for a slow tier whose rest was given up because it fell behind.",
-    (*((tier,) for tier in TIERS), (PEER_CPU,)),
+    "Loads (cpu), and waits for files (disk) and for other engines' chunks (peer_cpu), whose rest "
+    "was given up because a tier fell behind.",
+    tuple((tier,) for tier in (*TIERS, PEER_CPU)),
 )
 GATE = (GATE_DECISIONS, GATE_SECONDS, GATE_REGRET, GATE_PROBES, GATE_GIVEN_UP)
 SOURCES = ("none", "device", *TIERS, PEER_CPU, PEER, "failed")

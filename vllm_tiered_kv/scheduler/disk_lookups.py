@@ -104,10 +104,10 @@ class DiskLookups:
     ) -> Fetch | None:
         """Begin to read what is worth it of what lies on disk."""
         disk = self._core.disk
-        fetch = (
-            disk.lookups.fetch(keys, first, computed, last_of(ends)) if disk is not None else None
-        )
-        if disk is None or fetch is None:
+        if disk is None:
+            return None
+        fetch = disk.lookups.fetch(keys, first, computed, last_of(ends))
+        if fetch is None:
             return None
         slow = self._gate.disk
         worth = self._gate.read_to(slow, state, fetch, keys, first, computed, ends)

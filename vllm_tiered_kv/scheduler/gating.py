@@ -235,7 +235,7 @@ class RequestGate:
 
     def copy_to(self, state: RequestState, first: int, start: int, ends: Sequence[int]) -> int:
         """How many chunks of a run in the CPU tier are worth loading."""
-        was_refused = not state.is_reading and state.ruling is not None  # what is there beyond
+        was_refused = state.ruling is not None and not state.is_reading  # what lies beyond, slowly
         decision = self._ask(state, start, self._options(state, first, ends))
         small = last_of(ends[: bisect_right(ends, TRIED_CHUNKS)])
         if decision.choice is Choice.NONE and not state.is_reading and small:
@@ -259,22 +259,22 @@ class RequestGate:
         state: RequestState,
         first: int,
         ends: Sequence[int],
-        tier: SlowTier | None = None,
         known: int = 0,
+        tier: SlowTier | None = None,
     ) -> list[Option]:
         """The loads of one source that can be best, shortest first.
 
         Args:
             ends: chunks from ``first`` on.
-            tier: the slow source that they are read from.
-            known: those of them that are not.
+            known: how many of them come from the CPU tier where the others do not.
+            tier: where the others come from.
         """
         size, prompt = self._core.geometry.chunk_tokens, state.request.num_tokens
         below, above = (
             token // size - first for token in kinks(prompt, self.gate.prefill.budget, size)
         )
         tried = ends_to_try(ends, known, below, above)
-        return [self._option(first, n, n - known if tier is not None else 0, tier) for n in tried]
+        return [self._option(first, n, n - known, tier) for n in tried]
 
     def _ask_read(
         self,
@@ -287,7 +287,7 @@ class RequestGate:
     ) -> Decision:
         """Of what the CPU tier has and what is read beyond it."""
         options = self._options(state, first, ends)
-        options += self._options(state, first, beyond, tier, known=last_of(ends))
+        options += self._options(state, first, beyond, last_of(ends), tier)
         return self._ask(state, start, options, tier)
 
     def _ask(
@@ -311,9 +311,10 @@ class RequestGate:
         """So many chunks, the last ``read`` of them from a slow source."""
         copy, turn = self.gate.copy, self._turn()
         seconds = copy.seconds(self._bytes(chunks), self._copying()) + copy.delay(turn)
-        if read and tier is not None:
-            seconds += self._read_seconds(tier, read) + tier.model.delay(turn)
-        return Option(self._token(first + chunks), seconds, bool(read))
+        if tier is None:
+            return Option(self._token(first + chunks), seconds)
+        seconds += self._read_seconds(tier, read) + tier.model.delay(turn)
+        return Option(self._token(first + chunks), seconds, reads=True)
 
     def _read_seconds(self, tier: SlowTier, chunks: int) -> float:
         return tier.model.seconds(self._bytes(chunks), self._reading(tier))

@@ -27,6 +27,11 @@ def usable_ends(geometry: Geometry, run: Sequence[Node], first: int, start: int)
     return list(ends_by_parts(geometry, (node.parts for node in run), first, start))
 
 
+def last_of(ends: Sequence[int]) -> int:
+    """The longest of some loads, in chunks; 0 if there is none."""
+    return ends[-1] if ends else 0
+
+
 def ends_by_parts(
     geometry: Geometry, parts: Iterable[int], first: int, start: int
 ) -> Iterator[int]:
