@@ -70,8 +70,3 @@ def first_needed(geometry: Geometry, group: int, first: int, start: int, last: i
     end = (first + last + 1) * geometry.chunk_tokens
     token = max(start, geometry.groups[group].first_needed_token(end))
     return token // geometry.chunk_tokens - first
-
-
-def last_of(ends: Sequence[int]) -> int:
-    """The longest of some loads, in chunks; 0 if there is none."""
-    return ends[-1] if ends else 0
