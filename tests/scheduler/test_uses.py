@@ -116,7 +116,7 @@ def test_the_head_of_a_prefix_that_was_written_is_not_older_than_its_tail(
     _, on_disk = watched(engine)
     for i in range(3):
         engine.complete(f"r{i}", prompt(TOKENS, i), 2)
-    engine.settle()
+        engine.settle()  # its writes have ended before the next prompt's are used
     order = list(on_disk._order)
     places = {node.key: node.position for node in engine.half.core.index._nodes.values()}
     assert [places[key] for key in order] == [*reversed(range(CHUNKS))] * 3
