@@ -6,7 +6,7 @@ BIN         := .venv/bin
 TYPED       := vllm_tiered_kv tools demo benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help venv promtool demo demo-pd test test-full lint typecheck format dashboard bench peers-env dist \
+.PHONY: help venv promtool demo demo-pd test test-pd test-full lint typecheck format dashboard bench peers-env dist \
 	clean distclean
 
 help: ## list the targets
@@ -24,8 +24,11 @@ demo: venv ## two real vLLM servers, without and with the connector, compared re
 demo-pd: venv ## prefill hands over to decode: two real vLLM servers and vllm-router, beside a single one
 	@$(BIN)/python -m demo.pd
 
-test: venv promtool ## all tests but the slow ones (at most 20 minutes)
+test: venv promtool ## all tests but the slow ones and those of test-pd (at most 20 minutes)
 	@tools/test.sh
+
+test-pd: venv ## engines that hand KV over or lend it, killed, stopped, misused (15 minutes)
+	@$(BIN)/python -m pytest -m 'not slow' tests/engine/test_handover_*.py tests/engine/test_peers.py
 
 test-full: venv promtool peers-env ## all tests, long runs included
 	@$(BIN)/python -m pytest --timeout=1800

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All tests but the slow ones, in two lanes, a processor each: those that mostly wait for engines to
-# start, and the others. What the second lane prints comes last.
+# All tests but the slow ones and those of `make test-pd`, in two lanes, a processor each: those that
+# mostly wait for engines to start, and the others. What the second lane prints comes last.
 set -uo pipefail
 
 python=.venv/bin/python
@@ -9,7 +9,8 @@ log=$(mktemp)
 second=$!
 trap 'kill "$second" 2>/dev/null; rm -f "$log"' EXIT
 
-"$python" -m pytest -m 'not slow' tests/engine tests/lmcache
+"$python" -m pytest -m 'not slow' tests/engine tests/lmcache \
+    --ignore-glob='tests/engine/test_handover_*.py' --ignore=tests/engine/test_peers.py
 first=$?
 wait "$second"
 others=$?
