@@ -182,6 +182,6 @@ def test_slots_come_in_the_order_of_the_prompt(tokens: int) -> None:
     first, second = loan.slots(GROUPS)
     stored = machine.index.get(key(0, 0))
     assert stored is not None
-    assert [first[0], second[0]] == stored.slots
+    assert (first[0], second[0]) == stored.slots
     assert [tuple(node.slots) for node in loan.nodes] == list(zip(first, second, strict=True))
     assert len(loan.awaits) == len(loan.nodes) - 1
