@@ -67,8 +67,7 @@ def test_a_second_turn_pulls_only_what_is_new(pair: Pair) -> None:
 
 
 def test_what_the_consumer_has_is_not_pulled(pair: Pair) -> None:
-    text = fresh(4 * BLOCK_TOKENS + 1)
-    handed_over(pair.producer.client, pair.consumer.client, text)
+    text = handed_over(pair.producer.client, pair.consumer.client, 4 * BLOCK_TOKENS + 1)
     before = pair.pulled()
     got = decode(pair.consumer.client, text, pair.prefill(text))
     assert pair.pulled() == before

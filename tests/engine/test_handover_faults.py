@@ -229,4 +229,4 @@ def test_a_consumer_is_killed_while_it_reads(pair: Pair, consumer: Running, hold
         with pytest.raises(RequestFailed):
             coming.result()
     settled(pair.producer.client)
-    handed_over(pair.producer.client, pair.consumer.client, fresh(700))
+    handed_over(pair.producer.client, pair.consumer.client, 700)
