@@ -2,7 +2,7 @@
 """The options of ``kv_connector_extra_config``, parsed and checked once, at start.
 
 Every mistake is one :class:`ConfigError` whose message names the key, the value and, for a
-key that does not exist, the nearest one that does.
+key that does not exist, the nearest one that does, or all of them where none is near.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -29,13 +29,21 @@ _UNITS = {
     **{f"{p}i": 1024 ** (i + 1) for i, p in enumerate("KMGTP")},
 }
 _UNITS_BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
-_SIZE = re.compile(r"^\s*(\d{1,24}(?:\.\d{1,24})?)\s*([A-Za-z]*)\s*$")
+_SIZE = re.compile(r"^\s*(-?\d{1,24}(?:\.\d{1,24})?)\s*([A-Za-z]*)\s*$")
 _MAX_SIZE = 1 << 60
 _CONNECTOR = "kv_connector_extra_config"
 _CHOICES: dict[str, type[enum.Enum]] = {
     "gate": GateMode,
     "eviction": Eviction,
     "handoff": Handoff,
+}
+_EXPECTED = re.compile(r"Expected `(\w+)(?: \| null)?`, got `\w+`")
+_WORDS = {
+    "array": "a list",
+    "bool": "true or false, without quotes",
+    "float": "a number, without quotes and unit",
+    "int": "a whole number, without quotes",
+    "str": "text in quotes",
 }
 
 _O = TypeVar("_O", bound=msgspec.Struct)
@@ -149,7 +157,7 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
     Raises:
         ConfigError: naming the key, the value and the nearest valid key.
     """
-    _refuse_unknown_keys(raw, Options, "", _CONNECTOR)
+    _refuse_unknown_keys(raw, Options, _CONNECTOR)
     if all(raw.get(source) is None for source in ("cpu", "disk", "remote")):
         raise ConfigError(
             "kv_connector_extra_config: no tier is configured; give at least "
@@ -181,7 +189,7 @@ def decode_options(raw: Mapping[str, Any], kind: type[_O], root: str) -> _O:
     Raises:
         ConfigError: naming the key, the value and the nearest valid key.
     """
-    _refuse_unknown_keys(raw, kind, "", root)
+    _refuse_unknown_keys(raw, kind, root)
     try:
         return msgspec.convert(dict(raw), kind, dec_hook=_decode)
     except msgspec.ValidationError as error:
@@ -234,21 +242,30 @@ def _decode(kind: type, value: object) -> object:
     raise NotImplementedError(f"no decoder for {kind}")
 
 
-def _refuse_unknown_keys(raw: object, kind: type, path: str, root: str) -> None:
-    if not isinstance(raw, Mapping):
-        where = path or root
-        raise ConfigError(f"{where}: expected an object, got {raw!r}")
-    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    for key, value in raw.items():
-        name = f"{path}.{key}" if path else str(key)
-        if key not in fields:
-            nearest = _nearest(name, path, fields)
-            raise ConfigError(
-                f"{name}: unknown key (value {value!r}); the nearest valid key is {nearest}"
-            )
-        nested = _struct(fields[key])
-        if nested is not None and value is not None:
-            _refuse_unknown_keys(value, nested, name, root)
+def _refuse_unknown_keys(raw: object, top: type[msgspec.Struct], root: str) -> None:
+    """Refuse keys that ``top`` lacks, on all levels. ``root`` is what the whole is called."""
+    levels: list[tuple[str, object, type[msgspec.Struct]]] = [("", raw, top)]
+    for path, given, kind in levels:
+        fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+        if not isinstance(given, Mapping):
+            raise ConfigError(_not_an_object(given, kind, path, root))
+        for key, value in given.items():
+            name = f"{path}.{key}" if path else str(key)
+            if key not in fields:
+                hint = _hint(name, path, fields, top)
+                raise ConfigError(f"{name}: unknown key (value {value!r}); {hint}")
+            if (nested := _struct(fields[key])) is not None and value is not None:
+                levels.append((name, value, nested))
+
+
+def _not_an_object(given: object, kind: type[msgspec.Struct], path: str, root: str) -> str:
+    """What is wrong, and how it is written."""
+    wrong = f"{path or root}: expected an object, got {given!r}"
+    required = [field.name for field in msgspec.structs.fields(kind) if field.required]
+    if not path or not required:
+        return wrong
+    inside = ", ".join(f'"{name}": ...' for name in required)
+    return f'{wrong}; write "{path}": {{{inside}}}'
 
 
 def _struct(kind: Any) -> type[msgspec.Struct] | None:
@@ -259,16 +276,29 @@ def _struct(kind: Any) -> type[msgspec.Struct] | None:
     return None
 
 
-def _nearest(name: str, path: str, fields: Mapping[str, Any]) -> str:
-    """What was probably meant, written as it has to be written."""
-    leaf = name.rpartition(".")[2]
-    for parent, kind in fields.items():  # nested options written flat, or with a dot
-        if (nested := _struct(kind)) is not None:
-            inside = [field.name for field in msgspec.structs.fields(nested)]
-            if leaf in inside:
-                return f'{parent}.{leaf}: {{"{parent}": {{"{leaf}": ...}}}}'
-    near = difflib.get_close_matches(leaf, fields, n=1, cutoff=0.0)
-    return repr((path + "." if path else "") + near[0])
+def _hint(name: str, path: str, fields: Mapping[str, Any], top: type[msgspec.Struct]) -> str:
+    """What was probably meant, written as it has to be written; else all that there is."""
+    key = name.removeprefix(f"{path}.") if path else name
+    leaf = key.rpartition(".")[2]
+    nested = {parent: _names(one) for parent, kind in fields.items() if (one := _struct(kind))}
+    flat = [(parent, key[len(parent) + 1 :]) for parent in nested if key.startswith(parent)]
+    for parent, inner in (*flat, *((parent, leaf) for parent in nested)):
+        if inner in nested[parent]:  # written without its level, or with a dot
+            return f'the nearest valid key is {parent}.{inner}: {{"{parent}": {{"{inner}": ...}}}}'
+    before = f"{path}." if path else ""
+    elsewhere = {known: known for known in _names(top)}
+    for field in msgspec.structs.fields(top):
+        for inner in _names(one) if (one := _struct(field.type)) is not None else ():
+            elsewhere.setdefault(inner, f"{field.name}.{inner}")
+    if leaf in elsewhere:
+        return f"the nearest valid key is {elsewhere[leaf]!r}"
+    if near := difflib.get_close_matches(leaf, fields, n=1):
+        return f"the nearest valid key is {before + near[0]!r}"
+    return "the valid keys are " + ", ".join(repr(before + known) for known in fields)
+
+
+def _names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(kind))
 
 
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any], root: str) -> str:
@@ -277,13 +307,18 @@ def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any], root: str) 
     reason, _, where = text.partition(" - at `$")
     path = where.strip("`.") if where else ""
     value: Any = raw
-    for part in path.split(".") if path else ():
-        value = value.get(part) if isinstance(value, Mapping) else None
+    for part in re.findall(r"[^.\[\]]+", path):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, Sequence) and part.isdigit():
+            value = value[int(part)]
     if missing := re.search(r"missing required field `(\w+)`", reason):
         return f"{f'{path}.' if path else ''}{missing[1]}: required, but not given"
-    if reason.startswith("Invalid enum value"):
-        choices: type[enum.Enum] = _CHOICES.get(path.rpartition(".")[2], Eviction)
+    choices = _CHOICES.get(path.rpartition(".")[2])
+    if choices is not None:
         reason = "expected one of " + ", ".join(each.value for each in choices)
+    if (expected := _EXPECTED.fullmatch(reason)) and expected[1] in _WORDS:
+        reason = f"expected {_WORDS[expected[1]]}"
     return f"{path or root}: {value!r} is not valid: {reason}"
 
 

@@ -76,6 +76,18 @@ DISK = {"path": "/mnt/kv", "capacity": "1GiB"}
         ({"disk": {**DISK, "min_tokens": -1}}, ["disk.min_tokens", "-1"]),
         ({"disk": {**DISK, "io_deadline": 0}}, ["disk.io_deadline", "0", "3600"]),
         ({"disk": {**DISK, "shard": True}}, ["disk.shard", "'disk.shared'"]),
+        ({"cpu": "1GiB"}, ['write "cpu": {"capacity": ...}']),
+        ({"cpu": {"size": 1}}, ["cpu.size", "valid keys are 'cpu.capacity', 'cpu.eviction'"]),
+        ({"cpu": {"capacity": 1, "path": "/x"}}, ["cpu.path", "'disk.path'"]),
+        ({"cpu": {"capacity": 1, "gate": "never"}}, ["cpu.gate", "nearest valid key is 'gate'"]),
+        ({"disk.capacity": 1}, ['{"disk": {"capacity": ...}}']),
+        ({"disk_capacity": 1}, ['{"disk": {"capacity": ...}}']),
+        ({"kv_role": "kv_both"}, ["kv_role", "valid keys are 'cpu', 'disk'"]),
+        ({"cpu": {"capacity": "-1GiB"}}, ["'-1GiB'", "positive"]),
+        ({"cpu": {"capacity": 1}, "gate": True}, ["measured, always, never"]),
+        ({"cpu": {"capacity": 1}, "chunk_tokens": "16"}, ["whole number, without quotes"]),
+        ({"cpu": {"capacity": 1}, "load_deadline": "3s"}, ["number, without quotes and unit"]),
+        ({"cpu": {"capacity": 1}, "store_generated": "true"}, ["true or false, without quotes"]),
     ],
 )
 def test_each_mistake_is_one_error_that_names_it(raw: dict, parts: list[str]) -> None:

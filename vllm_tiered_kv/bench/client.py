@@ -92,8 +92,11 @@ class Client:
             async with self._session.get(url, timeout=self._timeout) as response:
                 content = await read_bounded(response)
             return msgspec.json.decode(content, type=_Models).data[0].id
+        except (aiohttp.ClientConnectorError, asyncio.TimeoutError) as error:
+            why = str(error) or "it takes too long"
+            raise BenchError(f"{url} cannot be reached: {why}") from None
         except (
-            *(aiohttp.ClientError, asyncio.TimeoutError, OSError, IndexError),
+            *(aiohttp.ClientError, OSError, IndexError),
             *(msgspec.DecodeError, UnicodeDecodeError),
         ) as error:
             raise BenchError(

@@ -83,6 +83,8 @@ def write(path: Path, key: FleetKey) -> None:
             raise
     except FileExistsError:
         raise KeyFileError(f"{path}: is there already; a key is never overwritten") from None
+    except FileNotFoundError:
+        raise KeyFileError(f"{path}: its folder does not exist; make it first") from None
     except OSError as error:
         raise KeyFileError(f"{path}: cannot be written: {error.strerror or error}") from None
 
@@ -101,6 +103,11 @@ def load(path: Path) -> FleetKey:
     except OSError as error:
         if path.is_symlink():
             raise KeyFileError(f"{path}: is a symbolic link; name the file itself") from None
+        if isinstance(error, FileNotFoundError):
+            raise KeyFileError(
+                f"{path}: cannot be read: there is no such file; copy the fleet's key to it, or "
+                f"make one, once for the fleet, with: vllm-tiered-kv keygen {path}"
+            ) from None
         raise KeyFileError(f"{path}: cannot be read: {error.strerror or error}") from None
     try:
         _check_file(path, os.fstat(file))
@@ -112,7 +119,7 @@ def load(path: Path) -> FleetKey:
     match = _LINE.fullmatch(data)
     if match is None:
         raise KeyFileError(
-            f"{path}: is not a key file; make one with: vllm-tiered-kv keygen {path.name}"
+            f"{path}: is not a key file; remove it, and make one with: vllm-tiered-kv keygen {path}"
         )
     secret = bytes.fromhex(match[1].decode())
     try:
@@ -130,7 +137,8 @@ def _check_folder(path: Path) -> None:
     folder = path.parent.stat()
     if folder.st_mode & stat.S_IWOTH:
         raise KeyFileError(
-            f"{path}: everybody may write to its folder, and so could exchange the file"
+            f"{path}: everybody may write to its folder, and so could exchange the file; keep it "
+            "in one that only its owner may write to"
         )
 
 

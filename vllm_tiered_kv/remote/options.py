@@ -13,6 +13,7 @@ MAX_PEERS = 64
 """Addresses that may be named, and engines that are talked to at once."""
 _NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*\.?")
 _MAX_HOST = 253
+_AS_IPV6 = 'as "[2001:db8::5]:7600"'
 
 
 class Handoff(enum.Enum):
@@ -72,9 +73,13 @@ def parse_address(text: str) -> Address:
     """
     host, colon, port = text.rpartition(":")
     if not colon or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
-        raise ValueError('expected "host:port"')
+        raise ValueError('expected "host:port", with a port of at most 65535')
     if host.startswith("[") and host.endswith("]"):
+        if not _is_ipv6(host[1:-1]):
+            raise ValueError(f"expected an IPv6 address in the brackets, {_AS_IPV6}")
         return Address(str(ipaddress.IPv6Address(host[1:-1])), int(port))
+    if _is_ipv6(host) or _is_ipv6(text):
+        raise ValueError(f"an IPv6 address is written in brackets before the port, {_AS_IPV6}")
     if len(host) > _MAX_HOST or not _NAME.fullmatch(host):
         raise ValueError('expected a host\'s name or address before the port, as "10.0.0.5:7600"')
     return Address(host, int(port))
@@ -116,7 +121,7 @@ def check_remote(options: RemoteOptions) -> tuple[str, object, str] | None:
         except ValueError as error:
             return "peers", peer, str(error)
         if not reached.port or _is_wildcard(reached.host):
-            return "peers", peer, "is no address that can be reached"
+            return "peers", peer, "must name a host, and a port above 0"
     if not 1 <= options.lease <= 3600:
         return "lease", options.lease, "must be from 1 to 3600 seconds"
     if not 0.1 <= options.deadline <= 600:
@@ -131,3 +136,11 @@ def _is_wildcard(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True

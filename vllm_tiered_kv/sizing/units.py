@@ -50,8 +50,10 @@ def parse_rate(text: str) -> float:
     """``"50GB/s"`` -> bytes a second.
 
     Raises:
-        SizingError: it is not a rate.
+        SizingError: it is not a rate, or has no unit.
     """
+    if text.strip().isdigit():
+        raise SizingError(f'{text!r} is not a rate like "50GB/s": it has no unit')
     return float(parse_size(text.strip().removesuffix("/s")))
 
 

@@ -91,7 +91,7 @@ def test_mistakes_are_one_line(
         ((*pair, "--workload", "chatt"), "expected one of shared-prompt, chat"),
         ((*pair, "--slo-ttft-ms", "-5"), "slo.ttft_ms: -5.0 is not valid"),
         (("no.toml", *pair), "no.toml cannot be read"),
-        ((*pair[:2], "--arm", "b=http://127.0.0.1:1", *SMALL, "--no-plots"), "does not say what"),
+        ((*pair[:2], "--arm", "b=http://127.0.0.1:1", *SMALL, "--no-plots"), "cannot be reached"),
     ):
         failing(monkeypatch, *arguments)
         error = [line for line in capsys.readouterr().err.splitlines() if ":" in line]

@@ -102,6 +102,7 @@ def test_what_is_no_file_is_refused_without_waiting(folder: Path) -> None:
     (folder / "inside").mkdir(mode=0o700)
     assert "regular file" in refusal(folder / "inside")
     assert "cannot be read" in refusal(folder / "missing")
+    assert f"keygen {folder / 'missing'}" in refusal(folder / "missing")
     assert "cannot be read" in refusal(folder / "missing" / "too")
     assert "absolute" in refusal(Path("fleet.key"))
 

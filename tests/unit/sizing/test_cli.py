@@ -220,6 +220,7 @@ def test_plan_replays_a_trace(tmp_path: Path, trace: Path) -> None:
         (("plan", *BY_FLAGS[:6]), "give --params"),
         (("plan", *BY_FLAGS, "--attention"), "num_attention_heads is missing; give --heads"),
         (("plan", *BY_FLAGS, "--speed", "cpu=fast"), "'fast': expected a size"),
+        (("plan", *BY_FLAGS, "--speed", "cpu=50"), "'50' is not a rate"),
         (("plan", *BY_FLAGS, "--hit-window", "1h"), "needs --request-rate"),
         (
             ("plan", *BY_FLAGS, "--hit-window", "soon", "--request-rate", "1"),
