@@ -28,7 +28,8 @@ test: venv promtool ## all tests but the slow ones and those of test-pd (at most
 	@tools/test.sh
 
 test-pd: venv ## engines that hand KV over or lend it, killed, stopped, misused (15 minutes)
-	@$(BIN)/python -m pytest -m 'not slow' tests/engine/test_handover_*.py tests/engine/test_peers.py
+	@$(BIN)/python -m pytest -m 'not slow' tests/engine/test_handover*.py tests/engine/test_peers.py \
+		tests/scheduler/test_peers_apart.py
 
 test-full: venv promtool peers-env ## all tests, long runs included
 	@$(BIN)/python -m pytest --timeout=1800
