@@ -75,7 +75,7 @@ class Pair:
 
 
 TRIES = 5
-LATE = {"remote_unanswered", "remote_quiet", "remote_deadline"}
+LATE = {"remote_unanswered", "remote_quiet", "remote_deadline", "remote_lease"}
 
 
 def prefill(

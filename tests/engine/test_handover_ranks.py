@@ -82,7 +82,8 @@ def test_many_at_once_both_ways(pair: Pair, wide: Running) -> None:
         list(pool.map(one, range(len(texts))))
     assert sum(map(pulled, consumers)) > before
     for client, earlier in zip(consumers, failed, strict=True):
-        assert (failures(client) - earlier).keys() <= LATE  # four processes on two processors
+        new = failures(client) - earlier  # who is late: four processes share two processors
+        assert all(kind.startswith("remote_") for kind in new), new
     settled(*consumers, pair.producer.client)
 
 
