@@ -30,9 +30,10 @@ from statistics import fmean
 import msgspec
 import numpy as np
 
+from benchmarks._command import say, update_docs
 from benchmarks._report import FOLDER, Report, Row
 from benchmarks._threads import in_threads
-from benchmarks.ab_ttft import conditions, markdown
+from benchmarks.ab_ttft import conditions
 from benchmarks.ab_ttft.arms import Arm, Setup, missing
 from benchmarks.ab_ttft.cells import ratio, table, times
 from benchmarks.ab_ttft.client import BenchmarkFailed, Connection, completion_body
@@ -259,7 +260,7 @@ def main() -> int:
     parser.add_argument("--update-docs", action="store_true", help="from the last full run")
     args = parser.parse_args()
     if args.update_docs:
-        return _update_docs()
+        return update_docs(TABLE, DOCUMENT, NAME)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended then, too
     workload = QUICK if args.quick else FULL
     workload = msgspec.structs.replace(workload, rounds=args.rounds or workload.rounds)
@@ -267,7 +268,7 @@ def main() -> int:
     reasons = {arm: missing(arm) for arm in wanted}
     for arm, reason in reasons.items():
         if reason is not None:
-            _say(f"skipping {LABELS[arm]}: {reason}")
+            say(f"skipping {LABELS[arm]}: {reason}")
     arms = [arm for arm, reason in reasons.items() if reason is None]
     model = build_model("llama", FOLDER.parent / "models" / "llama-bfloat16", dtype="bfloat16")
     setup = Setup(
@@ -280,17 +281,17 @@ def main() -> int:
         ),
     )
     if warning := conditions.busy_warning():
-        _say(warning)
+        say(warning)
     started = time.monotonic()
     try:
         measured = measure(
-            arms, setup, workload, lambda text: _say(f"{time.monotonic() - started:5.0f} s  {text}")
+            arms, setup, workload, lambda text: say(f"{time.monotonic() - started:5.0f} s  {text}")
         )
     except KeyboardInterrupt:
-        _say("interrupted; the servers are stopped")
+        say("interrupted; the servers are stopped")
         return 130
     except (BenchmarkFailed, ServerFailed) as error:
-        _say(f"failed: {error}")
+        say(f"failed: {error}")
         return 1
     token_bytes = kv_bytes_per_token(model)
     text = (
@@ -308,19 +309,7 @@ def main() -> int:
     report = Report(NAME, notes=[text])
     report.rows += rows(measured, workload, token_bytes)
     report.finish()
-    _say(f"table in {TABLE}, servers' logs in {setup.work}/")
-    return 0
-
-
-def _update_docs() -> int:
-    try:
-        content = TABLE.read_text(encoding="utf-8")
-        if conditions.PARTIAL_MARK in content:
-            raise ValueError("the last run was not a full one of all arms")
-        markdown.update(DOCUMENT, NAME, content)
-    except (OSError, ValueError) as error:
-        _say(f"{DOCUMENT} not updated: {error}")
-        return 1
+    say(f"table in {TABLE}, servers' logs in {setup.work}/")
     return 0
 
 
@@ -351,10 +340,6 @@ def _stored(metrics: Metrics) -> dict[str, float]:
 
 def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     return {key: value - before.get(key, 0.0) for key, value in after.items()}
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

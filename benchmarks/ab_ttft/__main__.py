@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks._command import lengths, say, update_docs
 from benchmarks._report import FOLDER, Report
 from benchmarks.ab_ttft import conditions, markdown, plot
 from benchmarks.ab_ttft.arms import IN_MEMORY, Arm, Setup, missing
@@ -35,7 +36,7 @@ def main() -> int:
     args = _parser().parse_args()
     table = FOLDER / f"{NAME}.md"
     if args.update_docs:
-        return _update_docs(table)
+        return update_docs(table, DOCUMENT, NAME)
     signal.signal(signal.SIGTERM, _terminate)  # so that the servers are ended then, too
     workload = _workload(args)
     arms = [arm for arm in args.arms if _present(arm)]
@@ -53,10 +54,10 @@ def main() -> int:
     try:
         measured = _measure(arms, setup, workload, token_bytes)
     except KeyboardInterrupt:
-        _say("interrupted; the servers are stopped")
+        say("interrupted; the servers are stopped")
         return 130
     except (BenchmarkFailed, ServerFailed) as error:
-        _say(f"failed: {error}")
+        say(f"failed: {error}")
         return 1
     results = summarise(measured)
     text = conditions.describe(arms, workload, args.capacity, token_bytes)
@@ -69,7 +70,7 @@ def main() -> int:
     report = Report(NAME, notes=[text])
     report.rows += rows(results, measured)
     report.finish()
-    _say(f"tables in {table}, plot in {FOLDER}/{NAME}.png, servers' logs in {setup.work}/")
+    say(f"tables in {table}, plot in {FOLDER}/{NAME}.png, servers' logs in {setup.work}/")
     return 0
 
 
@@ -78,7 +79,7 @@ def _measure(arms: list[Arm], setup: Setup, workload: Workload, token_bytes: int
     started = time.monotonic()
 
     def progress(text: str) -> None:
-        _say(f"{time.monotonic() - started:5.0f} s  {text}")
+        say(f"{time.monotonic() - started:5.0f} s  {text}")
 
     if warning := conditions.busy_warning():
         progress(warning)
@@ -106,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="two lengths, fewer repeats")
     parser.add_argument("--arms", type=_arms, default=list(IN_MEMORY), help="such as none,ours")
-    parser.add_argument("--lengths", type=_lengths, help="prompt lengths, such as 512,2048")
+    parser.add_argument("--lengths", type=lengths, help="prompt lengths, such as 512,2048")
     parser.add_argument("--rounds", type=int, help="rounds of all arms")
     parser.add_argument("--pairs", type=int, help="further cold pairs a length")
     parser.add_argument("--capacity", type=int, default=2, help="GiB of each CPU tier")
@@ -128,31 +129,11 @@ def _arms(text: str) -> list[Arm]:
     return [Arm(name) for name in text.split(",")]
 
 
-def _lengths(text: str) -> tuple[int, ...]:
-    return tuple(sorted(int(number) for number in text.split(",")))
-
-
 def _present(arm: Arm) -> bool:
     reason = missing(arm)
     if reason is not None:
-        _say(f"skipping {arm.label}: {reason}")
+        say(f"skipping {arm.label}: {reason}")
     return reason is None
-
-
-def _update_docs(table: Path) -> int:
-    try:
-        text = table.read_text(encoding="utf-8")
-        if conditions.PARTIAL_MARK in text:
-            raise ValueError(f"{table} is not of a full run of all arms")
-        markdown.update(DOCUMENT, NAME, text)
-    except (OSError, ValueError) as error:
-        _say(f"{DOCUMENT} not updated: {error}")
-        return 1
-    return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _terminate(*_: object) -> None:

@@ -23,8 +23,9 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks._command import lengths, say, update_docs
 from benchmarks._report import FOLDER, Report
-from benchmarks.ab_ttft import conditions, markdown
+from benchmarks.ab_ttft import conditions
 from benchmarks.ab_ttft.client import BenchmarkFailed
 from benchmarks.ab_ttft.floor import kv_bytes_per_token
 from benchmarks.ab_ttft.servers import serve_args
@@ -46,9 +47,9 @@ DOCUMENT = Path("docs/benchmarks.md")
 def main() -> int:
     args = _parser().parse_args()
     if args.update_docs:
-        return _update_docs()
+        return update_docs(TABLE, DOCUMENT, NAME)
     if (reason := missing()) is not None:
-        _say(f"nothing measured: {reason}")
+        say(f"nothing measured: {reason}")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended then, too
     workload = _workload(args)
@@ -65,13 +66,13 @@ def main() -> int:
     started = time.monotonic()
     try:
         measured = measure(
-            args.arms, setup, workload, lambda s: _say(f"{time.monotonic() - started:5.0f} s  {s}")
+            args.arms, setup, workload, lambda s: say(f"{time.monotonic() - started:5.0f} s  {s}")
         )
     except KeyboardInterrupt:
-        _say("interrupted; the servers are stopped")
+        say("interrupted; the servers are stopped")
         return 130
     except (BenchmarkFailed, ServerFailed) as error:
-        _say(f"failed: {error}")
+        say(f"failed: {error}")
         return 1
     text = _describe(workload, setup.token_bytes)
     if workload != FULL or list(args.arms) != list(Arm):
@@ -83,7 +84,7 @@ def main() -> int:
     report = Report(NAME, notes=[text])
     report.rows += rows(results, measured)
     report.finish()
-    _say(f"tables in {TABLE}, servers' logs in {work}/")
+    say(f"tables in {TABLE}, servers' logs in {work}/")
     return 0
 
 
@@ -126,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="two lengths, fewer hand-overs")
     parser.add_argument("--arms", type=_arms, default=list(Arm), help="such as ours")
-    parser.add_argument("--lengths", type=_lengths, help="prompt lengths, such as 512,4000")
+    parser.add_argument("--lengths", type=lengths, help="prompt lengths, such as 512,4000")
     parser.add_argument("--prompts", type=int, help="new prompts of each length")
     parser.add_argument("--repeats", type=int, help="hand-overs of each prompt by each pair")
     parser.add_argument("--update-docs", action="store_true", help="from the last full run")
@@ -145,26 +146,6 @@ def _workload(args: argparse.Namespace) -> Workload:
 
 def _arms(text: str) -> list[Arm]:
     return [Arm(name) for name in text.split(",")]
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    return tuple(sorted(int(number) for number in text.split(",")))
-
-
-def _update_docs() -> int:
-    try:
-        content = TABLE.read_text(encoding="utf-8")
-        if conditions.PARTIAL_MARK in content:
-            raise ValueError("the last run was not a full one")
-        markdown.update(DOCUMENT, NAME, content)
-    except (OSError, ValueError) as error:
-        _say(f"{DOCUMENT} not updated: {error}")
-        return 1
-    return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

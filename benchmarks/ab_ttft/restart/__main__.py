@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks._command import lengths, say, update_docs
 from benchmarks._report import FOLDER, Report
-from benchmarks.ab_ttft import conditions, markdown, restart
+from benchmarks.ab_ttft import conditions, restart
 from benchmarks.ab_ttft.arms import ON_DISK, Arm, Setup, missing
 from benchmarks.ab_ttft.client import BenchmarkFailed
 from benchmarks.ab_ttft.floor import kv_bytes_per_token
@@ -36,7 +37,7 @@ TABLE = FOLDER / f"{NAME}.md"
 def main() -> int:
     args = _parser().parse_args()
     if args.update_docs:
-        return _update_docs()
+        return update_docs(TABLE, DOCUMENT, NAME)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended then, too
     workload = _workload(args)
     arms = [arm for arm in args.arms if _present(arm)]
@@ -49,17 +50,17 @@ def main() -> int:
     )
     token_bytes = kv_bytes_per_token(model)
     if workload.stored_tokens * token_bytes > CAPACITY_GIB << 30:
-        _say(f"more prompts than fit in {CAPACITY_GIB} GiB: some of them may not be stored")
+        say(f"more prompts than fit in {CAPACITY_GIB} GiB: some of them may not be stored")
     started = time.monotonic()
     run = Run(
         arms,
         setup,
         workload,
         token_bytes,
-        lambda s: _say(f"{time.monotonic() - started:5.0f} s  {s}"),
+        lambda s: say(f"{time.monotonic() - started:5.0f} s  {s}"),
     )
     if warning := conditions.busy_warning():
-        _say(warning)
+        say(warning)
     try:
         with contextlib.ExitStack() as stack:
             for arm in arms:
@@ -67,10 +68,10 @@ def main() -> int:
             run.store()
             run.rounds()
     except KeyboardInterrupt:
-        _say("interrupted; the servers are stopped")
+        say("interrupted; the servers are stopped")
         return 130
     except (BenchmarkFailed, ServerFailed, OSError) as error:
-        _say(f"failed: {error}")
+        say(f"failed: {error}")
         return 1
     text = (
         f"{conditions.on_what(arms, CAPACITY_GIB, token_bytes)}; {conditions.PROMPTS}, "
@@ -87,7 +88,7 @@ def main() -> int:
     report = Report(NAME, notes=[text])
     report.rows += results.rows(found, run.measured)
     report.finish()
-    _say(f"tables in {TABLE}, servers' logs in {setup.work}/")
+    say(f"tables in {TABLE}, servers' logs in {setup.work}/")
     return 0
 
 
@@ -99,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="two lengths, fewer restarts")
     parser.add_argument("--arms", type=_arms, default=list(ON_DISK), help="such as none,ours-disk")
-    parser.add_argument("--lengths", type=_lengths, help="prompt lengths, such as 1024,4096")
+    parser.add_argument("--lengths", type=lengths, help="prompt lengths, such as 1024,4096")
     parser.add_argument("--rounds", type=int, help="restarts of every arm")
     parser.add_argument("--prompts", type=int, help="prompts of each length after a restart")
     parser.add_argument("--update-docs", action="store_true", help="from the last full run")
@@ -119,31 +120,11 @@ def _arms(text: str) -> list[Arm]:
     return [Arm(name) for name in text.split(",")]
 
 
-def _lengths(text: str) -> tuple[int, ...]:
-    return tuple(sorted(int(number) for number in text.split(",")))
-
-
 def _present(arm: Arm) -> bool:
     reason = missing(arm)
     if reason is not None:
-        _say(f"skipping {arm.label}: {reason}")
+        say(f"skipping {arm.label}: {reason}")
     return reason is None
-
-
-def _update_docs() -> int:
-    try:
-        content = TABLE.read_text(encoding="utf-8")
-        if conditions.PARTIAL_MARK in content:
-            raise ValueError("the last run was not a full one of all arms")
-        markdown.update(DOCUMENT, NAME, content)
-    except (OSError, ValueError) as error:
-        _say(f"{DOCUMENT} not updated: {error}")
-        return 1
-    return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
