@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_tiered_kv.scheduler.fetch import Fetch, Look
+from vllm_tiered_kv.scheduler.fetch import Look
 from vllm_tiered_kv.scheduler.groups import last_of
+from vllm_tiered_kv.scheduler.reading import Reading
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.scheduler.core import Core
@@ -38,6 +39,7 @@ class DiskLookups:
         self._core = core
         self._gate = gate
         self._wait = wait
+        self._reading = Reading(gate, lambda state: wait(state, core.settings.load_deadline))
         self._ranks_by: float | None = None
         """Until when look-ups wait for ranks that do not know of the disk tier yet."""
 
@@ -54,12 +56,15 @@ class DiskLookups:
         ends: Sequence[int],
     ) -> bool:
         """Begin to read what is worth it; whether to ask again later."""
-        if self._core.disk is None or state.fetch is not None or first + last_of(ends) >= len(keys):
+        disk = self._core.disk
+        if disk is None or state.fetch is not None or first + last_of(ends) >= len(keys):
             return False
         if self._gate.may_read(self._gate.disk, state, keys, first, computed, ends):
             if self._awaits_look(state, keys, first, computed):
                 return True
-            state.fetch = self._fetch(state, keys, first, computed, ends)
+            state.fetch = self._reading.begin(
+                self._gate.disk, disk.lookups, state, keys, first, computed, ends
+            )
         return self._awaits_disk(state)
 
     def forget(self, state: RequestState) -> None:
@@ -73,15 +78,9 @@ class DiskLookups:
         fetch, disk = state.fetch, self._core.disk
         if fetch is None or fetch.over or disk is None:
             return False
-        gate = self._gate
-        if disk.lookups.goes_on(fetch):
-            may_wait = self._wait(state, self._core.settings.load_deadline)
-            if may_wait and gate.still_waits(gate.disk, state, fetch):
-                return True
-        else:
-            gate.fetched(gate.disk, state, fetch)
-        fetch.stop()
-        fetch.over = True  # what has arrived is offered, and the rest is computed
+        if self._reading.goes_on(self._gate.disk, disk.lookups, state, fetch):
+            return True
+        fetch.over = True
         return False
 
     def _awaits_ranks(self, state: RequestState) -> bool:
@@ -93,29 +92,6 @@ class DiskLookups:
         if self._ranks_by is None:
             self._ranks_by = now + CONNECT_PATIENCE  # a rank that never comes holds up nobody else
         return now < self._ranks_by and self._wait(state, CONNECT_PATIENCE)
-
-    def _fetch(
-        self,
-        state: RequestState,
-        keys: Sequence[bytes],
-        first: int,
-        computed: int,
-        ends: Sequence[int],
-    ) -> Fetch | None:
-        """Begin to read what is worth it of what lies on disk."""
-        disk = self._core.disk
-        if disk is None:
-            return None
-        fetch = disk.lookups.fetch(keys, first, computed, last_of(ends))
-        if fetch is None:
-            return None
-        slow = self._gate.disk
-        worth = self._gate.read_to(slow, state, fetch, keys, first, computed, ends)
-        if not worth:
-            disk.lookups.release(fetch)
-            return None
-        disk.lookups.cut(fetch, worth, first, computed)
-        return fetch
 
     def _awaits_look(
         self, state: RequestState, keys: Sequence[bytes], first: int, computed: int

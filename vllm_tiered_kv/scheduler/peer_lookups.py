@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.scheduler.groups import last_of
 from vllm_tiered_kv.scheduler.peers import PeerLook
+from vllm_tiered_kv.scheduler.reading import Reading
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.scheduler.core import Core
@@ -44,6 +45,7 @@ class PeerLookups:
         self._gate = gate
         self._tier = tier
         self._may_wait = may_wait
+        self._reading = Reading(gate, may_wait)
 
     def waits(self, state: RequestState, computed: int) -> bool:
         """Whether to ask again later: peers were asked, or are being read; cheap."""
@@ -88,7 +90,7 @@ class PeerLookups:
         if look.claim.is_asking:
             return self.waits(state, computed)
         self._tier.take_in(look.claim)
-        fetch = self._fetch(state, keys, first, computed, ends)
+        fetch = self._reading.begin(slow, self._tier.lookups, state, keys, first, computed, ends)
         if fetch is None:
             self._end(look)
             return False
@@ -111,37 +113,13 @@ class PeerLookups:
         get = self._core.index.get
         return next((i for i in range(start, len(keys)) if get(keys[i]) is None), None)
 
-    def _fetch(
-        self,
-        state: RequestState,
-        keys: Sequence[bytes],
-        first: int,
-        computed: int,
-        ends: Sequence[int],
-    ) -> Fetch | None:
-        """Begin to read what is worth it of what was found."""
-        slow, lookups = self._gate.peers, self._tier.lookups
-        fetch = lookups.fetch(keys, first, computed, last_of(ends))
-        if fetch is None or slow is None:
-            return None
-        worth = self._gate.read_to(slow, state, fetch, keys, first, computed, ends)
-        if not worth:
-            lookups.release(fetch)
-            return None
-        lookups.cut(fetch, worth, first, computed)
-        return fetch
-
     def _reads(self, state: RequestState, look: PeerLook, fetch: Fetch) -> bool:
         slow = self._gate.peers
         if look.over or slow is None:
             return False
-        if self._tier.lookups.goes_on(fetch):
-            if self._may_wait(state) and self._gate.still_waits(slow, state, fetch):
-                return True
-        else:
-            self._gate.fetched(slow, state, fetch)
-        fetch.stop()
-        self._end(look)  # what has arrived is offered, and the rest is computed
+        if self._reading.goes_on(slow, self._tier.lookups, state, fetch):
+            return True
+        self._end(look)
         return False
 
     def _end(self, look: PeerLook) -> None:
