@@ -10,8 +10,8 @@ from tests.scheduler.handover import Engine, Fleet, wait
 from tests.scheduler.lender import Lender
 from tests.scheduler.sim import BLOCK, prompt
 from tests.scheduler.test_peers import HIT, complete, rests
-from vllm_tiered_kv.remote.finding import MAX_QUIET_SECONDS
 from vllm_tiered_kv.remote.transport import open_transport
+from vllm_tiered_kv.remote.unwilling import MAX_QUIET_SECONDS
 
 pytest.importorskip("nixl")
 

@@ -7,6 +7,7 @@ lock is shared between the two, so nobody waits for a socket.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import secrets
 import threading
@@ -117,10 +118,10 @@ class RemoteAgent:
         self._server = Server(
             self.engine, settings.ranks, self._leases, clock, self._trouble, self._lender
         )
-        self._client = Client(sockets.ask, self._hang_up, self._refusal, clock, self._trouble)
-        self._finder = Finder(
-            self.engine, sockets.ask, self._hang_up, self._slot_refusal, clock, self._trouble
-        )
+        pages = functools.partial(self._refusal, plan_routes)
+        self._client = Client(sockets.ask, self._hang_up, pages, clock, self._trouble)
+        slots = functools.partial(self._refusal, plan_slot_routes)
+        self._finder = Finder(self.engine, sockets.ask, self._hang_up, slots, clock, self._trouble)
         self._layouts: dict[int, RankLayout] = {}
         self._identity: Identity | None = None
         self._facts = UNTOLD
@@ -348,22 +349,18 @@ class RemoteAgent:
         if self._identity is not None and whole and not self._closed:
             self._finder.identify(self._identity, self._facts)
 
-    def _refusal(self, memory: PeerMemory) -> str | None:
-        """Why a producer's pages cannot be read into ours; None if they can, as far as is known."""
-        layouts = [rank.layout for rank in memory.ranks]
-        try:
-            for layout in self._layouts.values():
-                plan_routes(layout, layouts)
-        except Refusal as error:
-            return str(error)
-        return None
+    def _refusal(
+        self, plan: Callable[[RankLayout, Sequence[RankLayout]], object], memory: PeerMemory
+    ) -> str | None:
+        """Why another engine's memory cannot be read into ours; None if it can, as far as is known.
 
-    def _slot_refusal(self, memory: PeerMemory) -> str | None:
-        """Why a peer's slots cannot be read into ours; None if they can."""
+        Args:
+            plan: of its pages, or of its slots.
+        """
         layouts = [rank.layout for rank in memory.ranks]
         try:
             for layout in self._layouts.values():
-                plan_slot_routes(layout, layouts)
+                plan(layout, layouts)
         except Refusal as error:
             return str(error)
         return None

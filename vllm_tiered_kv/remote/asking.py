@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from vllm_tiered_kv.remote import handoff as handoffs
-from vllm_tiered_kv.remote.facts import UNTOLD, Facts, IdentityFacts, differences
+from vllm_tiered_kv.remote.facts import UNTOLD, IdentityFacts
 from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory, State
 from vllm_tiered_kv.remote.messages import (
     MAX_HOLDS,
@@ -35,15 +35,12 @@ from vllm_tiered_kv.remote.messages import (
     encode,
 )
 from vllm_tiered_kv.remote.options import MAX_PEERS, Address
+from vllm_tiered_kv.remote.unwilling import kind_of, sentence_of, silence
 
 ASK_SECONDS = 2.0
 """For an answer ..."""
 COMING_SECONDS = 6.0
 """... and for the one that is said to come."""
-QUIET_SECONDS = 0.5
-"""A producer that does not answer is left alone for so long, twice as long each time ..."""
-MAX_QUIET_SECONDS = 30.0
-"""... up to this."""
 RENEWALS = 4
 """So often a lease is renewed within its time."""
 IDLE_SECONDS = 120.0
@@ -336,10 +333,8 @@ class Client:
                     self._failed(peer, question, now)
 
     def _refused(self, peer: _Peer, question: _Question, answer: Refused) -> None:
-        kind = f"remote_{answer.reason.value.replace(' ', '_')}"
-        sentence = f"{peer.address}: {answer.sentence}"
-        if differing := differences(answer.facts, self._facts_for(answer.reason)):
-            sentence += f"; they differ in: {differing}"
+        kind = kind_of(answer)
+        sentence = f"{peer.address}: {sentence_of(answer, self._facts)}"
         if question.handoff is not None:
             self._end(question.handoff, kind, sentence)
         for handoff in list((question.held or {}).values()):
@@ -347,17 +342,11 @@ class Client:
         if question.is_hello:
             self._end_awaiting(peer, question.engine, kind, sentence)
 
-    def _facts_for(self, reason: Reason) -> Facts:
-        if reason is Reason.SEMANTIC:
-            return self._facts.semantic
-        return self._facts.pages if reason is Reason.PAGES else ()
-
     def _failed(self, peer: _Peer, question: _Question, now: float) -> None:
         """A question was not answered in time, or could not be asked."""
         if now >= peer.quiet_until:  # else other questions of the same time failed as well
             peer.failures += 1
-            quiet = min(MAX_QUIET_SECONDS, QUIET_SECONDS * 2 ** min(peer.failures, 16))
-            peer.quiet_until = now + quiet
+            peer.quiet_until = now + silence(peer.failures)
         sentence = (
             f"{peer.address} does not answer: it is not there, is stopped, or has another key"
         )

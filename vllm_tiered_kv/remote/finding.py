@@ -14,7 +14,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from vllm_tiered_kv.remote.facts import UNTOLD, IdentityFacts, differences
+from vllm_tiered_kv.remote.facts import UNTOLD, IdentityFacts
 from vllm_tiered_kv.remote.handoff import PeerMemory
 from vllm_tiered_kv.remote.inquiry import Inquiry, InquiryState, Loan
 from vllm_tiered_kv.remote.messages import (
@@ -36,6 +36,7 @@ from vllm_tiered_kv.remote.messages import (
     encode,
 )
 from vllm_tiered_kv.remote.options import MAX_PEERS, Address
+from vllm_tiered_kv.remote.unwilling import MAX_QUIET_SECONDS, kind_of, sentence_of, silence
 
 MEET_SECONDS = 2.0
 """For an answer to a first question."""
@@ -43,10 +44,6 @@ FIND_SECONDS = 0.25
 """For an answer to a question that a request waits for."""
 LONGER_SECONDS = 0.01
 """So long after the first that has something others may have more."""
-QUIET_SECONDS = 0.5
-"""A peer that does not answer is not greeted for so long, twice as long each time ..."""
-MAX_QUIET_SECONDS = 30.0
-"""... up to this; and as long if it is not ready."""
 USELESS_SECONDS = 600.0
 """A peer that can lend us nothing is left alone for so long."""
 MAX_INQUIRIES = 64
@@ -392,12 +389,9 @@ class Finder:
             self._late.popitem(last=False)
 
     def _refused(self, peer: _Peer, answer: Refused) -> None:
-        kind = f"remote_{answer.reason.value.replace(' ', '_')}"
+        kind = kind_of(answer)
         if answer.reason in _USELESS:
-            ours = {Reason.SEMANTIC: self._facts.semantic, Reason.PAGES: self._facts.pages}
-            differing = differences(answer.facts, ours.get(answer.reason, ()))
-            what = f"; they differ in: {differing}" if differing else ""
-            self._useless(peer, kind, answer.sentence + what)
+            self._useless(peer, kind, sentence_of(answer, self._facts))
         elif answer.reason is Reason.ENGINE:
             self._lose(peer)  # it restarted: who is it now?
         elif answer.reason is Reason.NOT_READY:
@@ -413,8 +407,7 @@ class Finder:
 
     def _failed(self, peer: _Peer) -> None:
         peer.failures += 1
-        quiet = min(MAX_QUIET_SECONDS, QUIET_SECONDS * 2 ** min(peer.failures, 16))
-        peer.quiet_until = max(peer.quiet_until, self._clock() + quiet)
+        peer.quiet_until = max(peer.quiet_until, self._clock() + silence(peer.failures))
 
     def _lose(self, peer: _Peer) -> None:
         memory, peer.memory = peer.memory, None

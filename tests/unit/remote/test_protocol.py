@@ -24,8 +24,6 @@ from vllm_tiered_kv.remote.asking import (
     ASK_SECONDS,
     COMING_SECONDS,
     IDLE_SECONDS,
-    MAX_QUIET_SECONDS,
-    QUIET_SECONDS,
 )
 from vllm_tiered_kv.remote.handoff import Handoff, State
 from vllm_tiered_kv.remote.leases import MAX_HOLDERS
@@ -50,6 +48,7 @@ from vllm_tiered_kv.remote.messages import (
     decode_ask,
     encode,
 )
+from vllm_tiered_kv.remote.unwilling import MAX_QUIET_SECONDS, QUIET_SECONDS
 
 
 @pytest.fixture
