@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
-from types import TracebackType
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tools.child import Child
 from vllm_tiered_kv.remote.transport import Endpoint, Options, Region, open_transport
 
 Bytes = npt.NDArray[np.uint8]
+START_SECONDS = 60.0
 
 
 def noise(nbytes: int) -> Bytes:
@@ -29,39 +27,12 @@ def region(memory: Bytes) -> Region:
     return Region(memory.ctypes.data, memory.nbytes)
 
 
-class Peer:
+class Peer(Child):
     """Serves `nbytes` bytes of `noise` until the end of the `with` block."""
 
     def __init__(self, nbytes: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.pd._peer", str(nbytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self.endpoint = self._read_endpoint()
-
-    def _read_endpoint(self) -> Endpoint:
-        for line in self._process.stdout or ():
-            if line.startswith(b"{"):
-                return msgspec.json.decode(line, type=Endpoint)
-        raise RuntimeError("the peer did not start")
-
-    def cpu_seconds(self) -> float:
-        """Processor time that it has used."""
-        stat = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._process.kill()
-        self._process.communicate()
+        super().__init__("benchmarks.pd._peer", str(nbytes))
+        self.endpoint = msgspec.json.decode(self.line(START_SECONDS), type=Endpoint)
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ class Limits:
         try:
             self._raw = Raw(self._memory, self._peer, Options().piece_bytes)
         except BaseException:
-            self._peer.__exit__(None, None, None)
+            self._peer.close()
             raise
 
     def __enter__(self) -> Limits:
@@ -55,7 +55,7 @@ class Limits:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._peer.__exit__(kind, error, trace)
+        self._peer.close()
 
     def measure(self, tokens: int) -> Limit:
         """Read a prompt's bytes, and copy them."""
