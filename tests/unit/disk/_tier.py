@@ -271,3 +271,14 @@ class Bench:
     def later(self, seconds: float, keeper_busy_for: float = 0.0) -> None:
         self.now += seconds
         self.tier.tick(keeper_busy_for)
+
+
+def name(number: int, namespace: str = OWN, rank: int = 0, group: int = 0) -> FileName:
+    return FileName(namespace, rank, group, key_of(number))
+
+
+def written(bench: Bench, *numbers: int) -> None:
+    for number in numbers:
+        bench.write(key_of(number))
+        bench.serve()
+        bench.keep()
