@@ -221,7 +221,9 @@ def wait(done: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
 
 
 @contextlib.contextmanager
-def begun(client: Client, tokens: list[int], params: Any, **body: Any) -> Iterator[None]:
+def begun(
+    client: Client, tokens: list[int], params: Any, **body: Any
+) -> Iterator[http.client.HTTPConnection]:
     """A request on its way; whoever leaves ends the connection, and so aborts it."""
     url = urlsplit(client.url)
     request = {
@@ -236,7 +238,7 @@ def begun(client: Client, tokens: list[int], params: Any, **body: Any) -> Iterat
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(request), headers)
     try:
-        yield
+        yield connection
     finally:
         connection.close()
 
