@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks.pd [--quick]``: hand-overs between real engines, side by side.
 
-Two pairs of ``vllm serve`` processes, all up at once: a producer and a consumer with this
-connector, and two with vLLM's NixlConnector. Prompts of random tokens are computed by the
+Two pairs of ``vllm serve`` processes, all up at once, of which those whose turn it isn't stand
+still (SIGSTOP: some spin): a producer and a consumer with this connector, and two with vLLM's
+NixlConnector. Prompts of random tokens are computed by the
 producers; then, in rotating order, each is handed over to a consumer that does not have it. The
 clock runs from the request to the consumer, with the producer's ``kv_transfer_params``, to its
 first token. Beside it, in the same rounds: a prompt that the consumer has on the device, a READ of
@@ -115,7 +116,7 @@ def _describe(workload: Workload, token_bytes: int) -> str:
     return (
         f"{conditions.on_what((), CAPACITY_GIB, token_bytes)} (ours); one request at a time, "
         f"{workload.prompts} prompts of each length, each handed over {workload.repeats} times by "
-        "both, in rotating order; data by CMA."
+        "both, in rotating order, while the other pair's processes stand still; data by CMA."
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +17,7 @@ import msgspec
 from benchmarks.ab_ttft.client import Answer, BenchmarkFailed, Connection, completion_body
 from benchmarks.ab_ttft.cpu import CpuClock
 from benchmarks.pd.arms import Arm, Role, connector, consumer_params, environment, moved
-from tools.serving import Server, ServeSpec, compute_cpus
+from tools.serving import Server, ServeSpec
 
 READY_SECONDS = 60.0
 _TO_PRODUCER = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -59,6 +61,15 @@ class Engine:
         self.connection = connection
         self.processes = CpuClock([server.pid]).processes
 
+    def pause(self) -> None:
+        """All its processes stand still until :meth:`resume`: a spinning one takes a core."""
+        os.killpg(self._server.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """It goes on; does nothing when it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._server.pid, signal.SIGCONT)
+
     def exchange(self, body: bytes) -> tuple[Answer, dict[str, Any]]:
         """Send a request.
 
@@ -85,6 +96,17 @@ class Pair:
     @property
     def engines(self) -> dict[Role, Engine]:
         return {Role.PRODUCER: self.producer, Role.CONSUMER: self.consumer}
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within this block the engines run; beside it they stand still."""
+        for engine in self.engines.values():
+            engine.resume()
+        try:
+            yield
+        finally:
+            for engine in self.engines.values():
+                engine.pause()
 
     def compute(self, prompt: Sequence[int]) -> None:
         """Let the producer have a prompt in its device cache."""
@@ -166,9 +188,15 @@ class Pair:
         raise BenchmarkFailed(f"{self.arm.label}: the consumer counts no read")
 
 
+def _core(role: Role) -> str:
+    """The core an engine computes on: one each, so that one that spins leaves the other alone."""
+    cores = sorted(os.sched_getaffinity(0))
+    return str(cores[list(Role).index(role) % len(cores)])
+
+
 @contextlib.contextmanager
 def running(arm: Arm, setup: Setup) -> Iterator[Pair]:
-    """Start an arm's engines; leaving the block ends them.
+    """Start an arm's engines, which stand still until they are wanted; leaving the block ends them.
 
     Raises:
         ServerFailed: one did not become healthy.
@@ -183,7 +211,7 @@ def running(arm: Arm, setup: Setup) -> Iterator[Pair]:
                 env={
                     **_ENVIRONMENT,
                     **environment(arm),
-                    "VLLM_CPU_OMP_THREADS_BIND": compute_cpus(),
+                    "VLLM_CPU_OMP_THREADS_BIND": _core(role),
                 },
                 kv_transfer_config=connector(arm, role, setup.key, setup.capacity_gib),
             )
@@ -192,4 +220,6 @@ def running(arm: Arm, setup: Setup) -> Iterator[Pair]:
             connection = Connection(server.port)
             stack.callback(connection.close)
             engines[role] = Engine(server, connection)
+            stack.callback(engines[role].resume)  # to be ended
+            engines[role].pause()
         yield Pair(arm, setup, engines[Role.PRODUCER], engines[Role.CONSUMER])

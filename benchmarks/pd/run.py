@@ -97,27 +97,27 @@ class Run:
     def warm_up(self) -> None:
         """Let the engines meet, and see what they use while idle."""
         for arm, pair in self._pairs.items():
-            self.measured.first[arm] = pair.make_ready(random_tokens(self._random, READY_TOKENS))
+            with pair.awake():
+                prompt = random_tokens(self._random, READY_TOKENS)
+                self.measured.first[arm] = pair.make_ready(prompt)
         self._round(0, self._prompts(self._workload.lengths[:2]))
         self.measured.handovers.clear()
         self.measured.limits.clear()
-        time.sleep(SPIN_SECONDS)
-        engines = {
-            (arm, role.value): engine.processes
-            for arm, pair in self._pairs.items()
-            for role, engine in pair.engines.items()
-        }
-        self._say("idle")
-        for (arm, role), found in idle.watch(engines, self._workload.idle_seconds).items():
-            self.measured.idle.setdefault(arm, {})[role] = found
+        for arm, pair in self._pairs.items():
+            self._say(f"{arm.label} idle")
+            engines = {role.value: engine.processes for role, engine in pair.engines.items()}
+            with pair.awake():
+                time.sleep(SPIN_SECONDS)
+                self.measured.idle[arm] = idle.watch(engines, self._workload.idle_seconds)
 
     def rounds(self) -> None:
         """Hand every prompt over as often as is wanted."""
         for number in range(self._workload.prompts):
             prompts = self._prompts(self._workload.lengths)
             for pair in self._pairs.values():
-                for prompt in prompts.values():
-                    pair.compute(prompt)
+                with pair.awake():
+                    for prompt in prompts.values():
+                        pair.compute(prompt)
             for repeat in range(self._workload.repeats):
                 counted = number * self._workload.repeats + repeat
                 self._say(f"round {counted + 1} of {self._workload.rounds}")
@@ -129,12 +129,12 @@ class Run:
     def _round(self, number: int, prompts: Mapping[int, list[int]]) -> None:
         for arm in rotated(list(self._pairs), number):
             pair = self._pairs[arm]
-            pair.reset()
-            offered = {length: pair.prefill(prompt) for length, prompt in prompts.items()}
-            time.sleep(SPIN_SECONDS)
-            for length in rotated(list(prompts), number):
-                self._hand_over(pair, number, prompts[length], offered[length])
-            time.sleep(SPIN_SECONDS)
+            with pair.awake():
+                pair.reset()
+                offered = {length: pair.prefill(prompt) for length, prompt in prompts.items()}
+                time.sleep(SPIN_SECONDS)
+                for length in rotated(list(prompts), number):
+                    self._hand_over(pair, number, prompts[length], offered[length])
         for length in rotated(list(prompts), number):
             found = self._limits.measure(length)
             self.measured.limits.setdefault(length, []).append(found)
