@@ -78,6 +78,7 @@ BENCHES = {
             *settings(workload__input_tokens=1500, workload__output_tokens=16),
             *settings(sessions=60, blocks=12, warmup=6),
         ),
+        slo=(2500, 100),
     ),
     "chat": Bench(
         DOCUMENT,
