@@ -8,17 +8,17 @@ key that does not exist, the nearest one that does, or all of them where none is
 from __future__ import annotations
 
 import difflib
-import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import msgspec
 
 from vllm_tiered_kv.gate import GateMode
+from vllm_tiered_kv.mistakes import explain, structs_of
 from vllm_tiered_kv.policies import Eviction
-from vllm_tiered_kv.remote.options import Handoff, RemoteOptions, check_remote
+from vllm_tiered_kv.remote.options import RemoteOptions, check_remote
 
 _UNITS = {
     "": 1,
@@ -32,19 +32,6 @@ _UNITS_BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 _SIZE = re.compile(r"^\s*(-?\d{1,24}(?:\.\d{1,24})?)\s*([A-Za-z]*)\s*$")
 _MAX_SIZE = 1 << 60
 _CONNECTOR = "kv_connector_extra_config"
-_CHOICES: dict[str, type[enum.Enum]] = {
-    "gate": GateMode,
-    "eviction": Eviction,
-    "handoff": Handoff,
-}
-_EXPECTED = re.compile(r"Expected `(\w+)(?: \| null)?`, got `\w+`")
-_WORDS = {
-    "array": "a list",
-    "bool": "true or false, without quotes",
-    "float": "a number, without quotes and unit",
-    "int": "a whole number, without quotes",
-    "str": "text in quotes",
-}
 
 _O = TypeVar("_O", bound=msgspec.Struct)
 
@@ -193,7 +180,7 @@ def decode_options(raw: Mapping[str, Any], kind: type[_O], root: str) -> _O:
     try:
         return msgspec.convert(dict(raw), kind, dec_hook=_decode)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(error, raw, root)) from None
+        raise ConfigError(explain(error, raw, kind, root)) from None
 
 
 def check_folder(folder: FolderOptions, prefix: str = "") -> None:
@@ -270,10 +257,7 @@ def _not_an_object(given: object, kind: type[msgspec.Struct], path: str, root: s
 
 def _struct(kind: Any) -> type[msgspec.Struct] | None:
     """The struct that a field holds, also where it may be left out."""
-    for one in (kind, *get_args(kind)):
-        if isinstance(one, type) and issubclass(one, msgspec.Struct):
-            return one
-    return None
+    return next(iter(structs_of(kind)), None)
 
 
 def _hint(name: str, path: str, fields: Mapping[str, Any], top: type[msgspec.Struct]) -> str:
@@ -299,27 +283,6 @@ def _hint(name: str, path: str, fields: Mapping[str, Any], top: type[msgspec.Str
 
 def _names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     return tuple(field.name for field in msgspec.structs.fields(kind))
-
-
-def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any], root: str) -> str:
-    """Put the offending key and value before msgspec's reason."""
-    text = str(error)
-    reason, _, where = text.partition(" - at `$")
-    path = where.strip("`.") if where else ""
-    value: Any = raw
-    for part in re.findall(r"[^.\[\]]+", path):
-        if isinstance(value, Mapping):
-            value = value.get(part)
-        elif isinstance(value, Sequence) and part.isdigit():
-            value = value[int(part)]
-    if missing := re.search(r"missing required field `(\w+)`", reason):
-        return f"{f'{path}.' if path else ''}{missing[1]}: required, but not given"
-    choices = _CHOICES.get(path.rpartition(".")[2])
-    if choices is not None:
-        reason = "expected one of " + ", ".join(each.value for each in choices)
-    if (expected := _EXPECTED.fullmatch(reason)) and expected[1] in _WORDS:
-        reason = f"expected {_WORDS[expected[1]]}"
-    return f"{path or root}: {value!r} is not valid: {reason}"
 
 
 def memory_limit() -> int:

@@ -139,7 +139,27 @@ def test_request_params() -> None:
     assert parse_params({"tiered_kv": {"gate": "always"}}) == wanted
 
 
-@pytest.mark.parametrize("bad", [{"stor": False}, {"store": "no"}, 3, "x", None, [1]])
-def test_bad_request_params_name_our_part_only(bad: object) -> None:
-    with pytest.raises(ParamsError, match="tiered_kv"):
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        ({"stor": False}, ".stor: unknown key (value False); the nearest valid key is"),
+        ({"stor": False}, "'kv_transfer_params.tiered_kv.store'"),
+        ({"keep": 1}, "the valid keys are 'kv_transfer_params.tiered_kv.store', "),
+        ({"store": "no"}, ".store: 'no' is not valid: expected true or false, without quotes"),
+        ({"gate": "alway"}, ".gate: 'alway' is not valid: expected one of measured, always, never"),
+        *((bad, f": {bad!r} is not valid: expected an object") for bad in (3, "x", None, [1])),
+    ],
+)
+def test_bad_request_params_name_our_part_only(bad: object, expected: str) -> None:
+    with pytest.raises(ParamsError) as error:
         parse_params({"tiered_kv": bad, "other": object()})
+    assert str(error.value).startswith("kv_transfer_params.tiered_kv")
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize("bad", [{"x" * 10**6: 1}, {"a\nb": "y" * 10**6}, {"handoff": "z" * 10**6}])
+def test_what_a_request_says_does_not_fill_the_log(bad: object) -> None:
+    with pytest.raises(ParamsError) as error:
+        parse_params({"tiered_kv": bad})
+    assert len(str(error.value)) < 2000
+    assert "\n" not in str(error.value)
