@@ -7,6 +7,7 @@ key that does not exist, the nearest one that does, or all of them where none is
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Mapping
@@ -311,8 +312,11 @@ def check_capacity(key: str, capacity: int, *, floor: int, limit: int) -> None:
 
 
 def available_memory() -> int:
-    """Bytes the machine can still give without swapping, by the kernel's own estimate."""
-    return _meminfo("MemAvailable:")
+    """Bytes the machine can still give without swapping, by the kernel's own estimate, or the
+    container below its limit, whichever is less."""
+    rooms = [_meminfo("MemAvailable:")]
+    rooms += [room for path in _cgroup_limit_files() if (room := _room_below(path)) is not None]
+    return max(0, min(rooms))
 
 
 def _meminfo(field: str) -> int:
@@ -345,6 +349,22 @@ def _cgroup_limit_files() -> list[Path]:
                 break
             folder = folder.parent
     return files
+
+
+def _room_below(path: Path) -> int | None:
+    """Below the limit in a file; what the kernel would drop first does not count as used."""
+    limit = _read_limit(path)
+    v2 = path.name == "memory.max"
+    used = _read_limit(path.with_name("memory.current" if v2 else "memory.usage_in_bytes"))
+    if limit is None or used is None:
+        return None
+    dropped = 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.with_name("memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == ("inactive_file" if v2 else "total_inactive_file"):
+                dropped = int(value)
+    return limit - used + dropped
 
 
 def _read_limit(path: Path) -> int | None:

@@ -122,6 +122,28 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert config.memory_limit() == 1048576
 
 
+@pytest.mark.parametrize(
+    ("limit", "used", "dropped"),
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_below_a_containers_limit_its_own_use_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str, dropped: str
+) -> None:
+    monkeypatch.setattr(config, "_cgroup_limit_files", lambda: [tmp_path / "absent", file])
+    file = tmp_path / limit
+    file.write_text("1048576\n")
+    assert config.available_memory() > 1048576  # what is used is not known
+    (tmp_path / used).write_text("1000000\n")
+    assert config.available_memory() == 48576
+    (tmp_path / "memory.stat").write_text(f"anon 7\n{dropped} 400000\n")
+    assert config.available_memory() == 448576
+    (tmp_path / used).write_text("2000000\n")
+    assert config.available_memory() == 0
+
+
 def test_format_size() -> None:
     assert [format_size(n) for n in (1, 1024, 3 << 19, 1 << 40)] == [
         "1 B",
