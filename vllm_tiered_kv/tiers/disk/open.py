@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -33,6 +33,26 @@ def admission_of(options: DiskOptions) -> Admission:
     return Admission(options.min_tokens, options.store_after)
 
 
+def check_room(options: DiskOptions, parts: Sequence[int], ranks: int) -> None:
+    """Refuse a capacity which cannot hold one chunk.
+
+    Args:
+        options: of the disk tier.
+        parts: bytes of a chunk's part in each KV cache group, on the largest rank.
+        ranks: ranks of the engine.
+
+    Raises:
+        ConfigError: naming the key, the value and the least that is enough.
+    """
+    files = sum(map(file_bytes, parts))
+    floor = math.ceil((files + FOLDER_BYTES) * ranks / options.high_water)
+    if options.capacity < floor:
+        raise ConfigError(
+            f"disk.capacity: {format_size(options.capacity)} cannot hold one chunk over all ranks "
+            f"({format_size(floor)} with its folders); give at least that"
+        )
+
+
 def open_disk(
     options: DiskOptions,
     geometry: Geometry,
@@ -52,15 +72,9 @@ def open_disk(
     Raises:
         ConfigError: the capacity does not hold one chunk.
     """
-    sizes = tuple(
-        file_bytes(math.ceil(geometry.part_bytes(group) * share)) for group in geometry.group_ids
-    )
-    floor = math.ceil((sum(sizes) + FOLDER_BYTES) * ranks / options.high_water)
-    if options.capacity < floor:
-        raise ConfigError(
-            f"disk.capacity: {format_size(options.capacity)} cannot hold one chunk over all ranks "
-            f"({format_size(floor)} with its folders); give at least that"
-        )
+    parts = [math.ceil(geometry.part_bytes(group) * share) for group in geometry.group_ids]
+    check_room(options, parts, ranks)
+    sizes = tuple(map(file_bytes, parts))
     settings = TierSettings(
         options.path,
         int(options.capacity),
