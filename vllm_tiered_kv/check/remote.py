@@ -67,8 +67,8 @@ def _handoff(options: Options, remote: RemoteOptions, role: Role) -> Finding:
     what = " and ".join(
         word for word, is_so in (("sends", role.sends), ("receives", role.receives)) if is_so
     )
-    served = f", from {handoff.value}" if role.sends else ""
-    return ok("remote", f"{role.value}: {what} hand-overs{served}")
+    served = f" (remote.handoff {handoff.value})" if role.sends else ""
+    return ok("remote", f"{what} hand-overs, as {role.value}{served}")
 
 
 def _key(remote: RemoteOptions) -> Finding:
