@@ -129,7 +129,8 @@ def _whole(raw: Mapping[str, Any], environ: Mapping[str, str]) -> Ours:
 
 def _fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
     """What is as it has to be, and what is said of all else."""
-    good, findings = {}, []
+    good: dict[str, Any] = {}
+    findings: list[Finding] = []
     for key, value in raw.items():
         if key in Options.__struct_fields__:
             inside = f'{{"kv_connector_extra_config": {{"{key}": ...}}}}'

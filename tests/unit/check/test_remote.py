@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from vllm_tiered_kv.check.findings import Level
 from vllm_tiered_kv.check.given import Role
 from vllm_tiered_kv.config import parse_options
 from vllm_tiered_kv.remote import keys
+from vllm_tiered_kv.remote.channel import ControlSockets
 from vllm_tiered_kv.remote.options import Address
 
 ROOT = Path(__file__).parents[3]
@@ -130,14 +132,16 @@ def test_an_address_that_is_not_this_hosts(
     assert says in found
 
 
-def test_what_zeromq_can_have_is_said_to_be_free(key_file: Path) -> None:
-    from vllm_tiered_kv.remote.channel import ControlSockets
-
-    sockets = ControlSockets(keys.load(key_file), Address("127.0.0.1", 0))
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_what_is_free_an_engine_can_have_and_then_it_is_taken(
+    key_file: Path, free: int, host: str
+) -> None:
+    listen = f"{host}:{free}"
+    ((level, _),) = told(key_file, listen=listen)["remote.listen"]
+    assert level is Level.OK
+    sockets = ControlSockets(keys.load(key_file), Address(host, free))
     try:
-        assert sockets.address is not None
-        taken = sockets.address.port
-        ((level, _),) = told(key_file, listen=f"127.0.0.1:{taken}")["remote.listen"]
+        ((level, _),) = told(key_file, listen=listen)["remote.listen"]
         assert level is Level.ERROR
     finally:
         sockets.close()
@@ -164,8 +168,6 @@ def test_peers(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_are_looked_up_in_bounded_time(
     key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from threading import Event
-
     over = Event()
     monkeypatch.setattr(checks, "LOOK_UP_SECONDS", 0.05)
     monkeypatch.setattr(checks, "resolve", lambda address: over.wait(60) and [])

@@ -100,21 +100,27 @@ def writes_and_reads(files: Files, fd: int) -> bool:
 
 @contextlib.contextmanager
 def _unnamed(files: Files, folder: int, flags: int = 0) -> Iterator[int]:
-    """Where a file system knows no files without a name, the name goes at once."""
-    with contextlib.ExitStack() as opened:
-        try:
-            fd = files.open(".", os.O_RDWR | os.O_TMPFILE | flags, dir_fd=folder)
-        except OSError as error:
-            if error.errno not in _NO_TMPFILE:
-                raise
-            name = temp_file(secrets.token_hex(12))
-            try:
-                fd = files.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, dir_fd=folder)
-            finally:  # also where a flag is refused: some have made it by then
-                with contextlib.suppress(OSError):
-                    files.unlink(name, dir_fd=folder)
-        opened.callback(files.close, fd)
+    fd = _open_unnamed(files, folder, os.O_RDWR | flags)
+    try:
         yield fd
+    finally:
+        files.close(fd)
+
+
+def _open_unnamed(files: Files, folder: int, flags: int) -> int:
+    """Where a file system knows no files without a name, the name goes at once."""
+    try:
+        return files.open(".", os.O_TMPFILE | flags, dir_fd=folder)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+    name, changed_ns = temp_file(secrets.token_hex(12)), files.fstat(folder).st_mtime_ns
+    try:
+        return files.open(name, os.O_CREAT | os.O_EXCL | flags, dir_fd=folder)
+    finally:
+        with contextlib.suppress(OSError):  # where a flag is refused it may be there all the same
+            files.unlink(name, dir_fd=folder)
+            files.utime(folder, changed_ns)
 
 
 @contextlib.contextmanager
