@@ -13,7 +13,7 @@ from vllm_tiered_kv.sizing.capacity import conversations_that_fit, tokens_that_f
 from vllm_tiered_kv.sizing.layers import Reach
 from vllm_tiered_kv.sizing.read import Model
 from vllm_tiered_kv.sizing.units import show_tokens
-from vllm_tiered_kv.tiers.disk.open import check_room
+from vllm_tiered_kv.tiers.disk.settings import check_room
 
 DEFAULT_BLOCK = 16
 """Tokens of a block, where vLLM is not told: on GPUs; its CPU platform takes 128."""

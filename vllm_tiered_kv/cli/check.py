@@ -11,14 +11,14 @@ import typer
 from vllm_tiered_kv.check.findings import Level
 from vllm_tiered_kv.check.given import NotReadable, read_given
 from vllm_tiered_kv.check.model import Served
-from vllm_tiered_kv.check.report import CheckReport
-from vllm_tiered_kv.check.report import check as run
 from vllm_tiered_kv.cli import options as o
 from vllm_tiered_kv.cli.output import console, print_json, print_notes, print_table
 from vllm_tiered_kv.sizing.errors import SizingError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from vllm_tiered_kv.check.report import CheckReport
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 _UNUSABLE = 2
@@ -54,6 +54,8 @@ def check(
 
     Changes nothing. The status is 1 if an error was found, 2 if there was nothing to check.
     """
+    from vllm_tiered_kv.check.report import check as run
+
     try:
         raw = read_given(config, sys.stdin.buffer)
         served = None

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import zmq
 
-from vllm_tiered_kv.config import ConfigError, DiskOptions, format_size
+from vllm_tiered_kv.config import DiskOptions
 from vllm_tiered_kv.geometry import Geometry
 from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.policies import make_policy
@@ -18,7 +18,7 @@ from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
 from vllm_tiered_kv.tiers.disk.channel import AgentSockets
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.format import file_bytes
-from vllm_tiered_kv.tiers.disk.settings import FOLDER_BYTES, TierSettings
+from vllm_tiered_kv.tiers.disk.settings import TierSettings, check_room
 
 logger = get_logger(__name__)
 
@@ -31,26 +31,6 @@ WRITE_SHARE = 0.25
 def admission_of(options: DiskOptions) -> Admission:
     """Which chunks are written."""
     return Admission(options.min_tokens, options.store_after)
-
-
-def check_room(options: DiskOptions, parts: Sequence[int], ranks: int) -> None:
-    """Refuse a capacity which cannot hold one chunk.
-
-    Args:
-        options: of the disk tier.
-        parts: bytes of a chunk's part in each KV cache group, on the largest rank.
-        ranks: ranks of the engine.
-
-    Raises:
-        ConfigError: naming the key, the value and the least that is enough.
-    """
-    files = sum(map(file_bytes, parts))
-    floor = math.ceil((files + FOLDER_BYTES) * ranks / options.high_water)
-    if options.capacity < floor:
-        raise ConfigError(
-            f"disk.capacity: {format_size(options.capacity)} cannot hold one chunk over all ranks "
-            f"({format_size(floor)} with its folders); give at least that"
-        )
 
 
 def open_disk(
