@@ -20,6 +20,7 @@ from vllm_tiered_kv.plugin import ENTRY_POINT, MODULE, NAME
 
 MAX_BYTES = 1 << 20
 _MULTI = "MultiConnector"
+_POLICY = "kv_load_failure_policy"
 _PACKAGE = MODULE.partition(".")[0]
 
 
@@ -121,7 +122,7 @@ def _whole(raw: Mapping[str, Any], environ: Mapping[str, str]) -> Ours:
     if "kv_connector" in good or "kv_connector" not in raw:
         findings += _connector(config, environ)
     findings += _role(config.kv_role, raw)
-    if "kv_load_failure_policy" in good or "kv_load_failure_policy" not in raw:
+    if _POLICY in good or _POLICY not in raw:
         findings.append(_policy(config.kv_load_failure_policy))
     extra = raw.get("kv_connector_extra_config", {})
     return Ours(extra if isinstance(extra, dict) else None, config.kv_role, tuple(findings))
@@ -182,11 +183,11 @@ def _role(role: Role | None, raw: Mapping[str, Any]) -> list[Finding]:
 
 def _policy(policy: Policy) -> Finding:
     if policy is Policy.RECOMPUTE:
-        return ok("kv_load_failure_policy", "recompute: a chunk that fails to load is computed")
+        return ok(_POLICY, "recompute: a chunk that fails to load is computed")
     return warning(
-        "kv_load_failure_policy",
+        _POLICY,
         "is \"fail\", vLLM's default: a chunk that fails to load will FAIL the user's request "
-        'instead of being recomputed; write "kv_load_failure_policy": "recompute"',
+        f'instead of being recomputed; write "{_POLICY}": "recompute"',
     )
 
 
@@ -194,7 +195,8 @@ def _child(raw: Mapping[str, Any], environ: Mapping[str, str]) -> Ours:
     """Our place among the connectors of a ``MultiConnector``."""
     good, findings = _fields(raw)
     config = msgspec.convert(good, TransferConfig)
-    policy = _policy(config.kv_load_failure_policy)
+    if _POLICY in good or _POLICY not in raw:
+        findings.append(_policy(config.kv_load_failure_policy))
     findings += [one for one in _role(config.kv_role, raw) if one.level is Level.ERROR]
     children = config.kv_connector_extra_config.get("connectors")
     found = [child for child in children if _is_ours(child)] if isinstance(children, list) else []
@@ -205,13 +207,13 @@ def _child(raw: Mapping[str, Any], environ: Mapping[str, str]) -> Ours:
             if not found
             else f"{len(found)} of them are {NAME}: an engine can have one"
         )
-        return Ours(None, None, (*findings, policy, error(where, says)))
+        return Ours(None, None, (*findings, error(where, says)))
     findings.append(
         ok(where, f"{NAME} is one of {len(children)}; {_MULTI}'s failure policy counts")
     )
     child = _whole(found[0], environ)
-    kept = (one for one in child.findings if one.what != policy.what)
-    return Ours(child.extra, child.role, (*findings, policy, *kept))
+    kept = (one for one in child.findings if one.what != _POLICY)
+    return Ours(child.extra, child.role, (*findings, *kept))
 
 
 def _is_ours(child: object) -> bool:
