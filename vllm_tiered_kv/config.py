@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from vllm_tiered_kv.gate import GateMode
-from vllm_tiered_kv.mistakes import explain, structs_of
+from vllm_tiered_kv.mistakes import REFUSED, explain, named, structs_of
 from vllm_tiered_kv.policies import Eviction
 from vllm_tiered_kv.remote.options import RemoteOptions, check_remote
 
@@ -180,7 +180,7 @@ def decode_options(raw: Mapping[str, Any], kind: type[_O], root: str) -> _O:
     _refuse_unknown_keys(raw, kind, root)
     try:
         return msgspec.convert(dict(raw), kind, dec_hook=_decode)
-    except msgspec.ValidationError as error:
+    except REFUSED as error:
         raise ConfigError(explain(error, raw, kind, root)) from None
 
 
@@ -241,7 +241,8 @@ def _refuse_unknown_keys(raw: object, top: type[msgspec.Struct], root: str) -> N
             name = f"{path}.{key}" if path else str(key)
             if key not in fields:
                 hint = _hint(name, path, fields, top)
-                raise ConfigError(f"{name}: unknown key (value {value!r}); {hint}")
+                shown = f"{path}.{named(key)}" if path else named(str(key))
+                raise ConfigError(f"{shown}: unknown key (value {value!r}); {hint}")
             if (nested := _struct(fields[key])) is not None and value is not None:
                 levels.append((name, value, nested))
 

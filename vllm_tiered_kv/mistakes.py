@@ -17,6 +17,8 @@ from typing import Any, Union, get_args, get_origin
 
 import msgspec
 
+REFUSED = (msgspec.ValidationError, UnicodeEncodeError)
+"""What ``msgspec.convert`` raises of data from outside: half of a character is no text to it."""
 _WHERE = " - at `$"
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]|(\[\.\.\.\])")
 _EXPECTED = re.compile(r"Expected `([\w |]+)`(.*)", re.DOTALL)
@@ -50,17 +52,24 @@ def shown(value: object) -> str:
 
 
 def explain(
-    error: msgspec.ValidationError, raw: Any, kind: Any, root: str = "this", *, within: str = ""
+    error: msgspec.ValidationError | UnicodeEncodeError,
+    raw: Any,
+    kind: Any,
+    root: str = "this",
+    *,
+    within: str = "",
 ) -> str:
     """One sentence without an end.
 
     Args:
-        error: what converting ``raw`` to ``kind`` has raised.
+        error: what converting ``raw`` to ``kind`` has raised, one of :data:`REFUSED`.
         raw: what was given.
         kind: the type.
         root: what the whole of ``raw`` is called.
         within: the key that it stands below; then there is no need of ``root``.
     """
+    if isinstance(error, UnicodeEncodeError):
+        return f"{within or root}: {shown(raw)} is not valid: there is half of a character in it"
     text = str(error)
     reason, found, where = text.rpartition(_WHERE)
     if not found:
@@ -86,7 +95,7 @@ def explain_json(error: msgspec.ValidationError, data: bytes, kind: Any, root: s
 
 def unknown_key(path: str, key: str, value: object, known: Sequence[str]) -> str:
     """What is said of a key below ``path`` where there are only ``known`` ones."""
-    text = f"{_below(path, _name(key))}: unknown key (value {shown(value)})"
+    text = f"{_below(path, named(key))}: unknown key (value {shown(value)})"
     near = difflib.get_close_matches(key, known, n=1) if len(key) <= _MAX_NAME else []
     if near:
         return f"{text}; the nearest valid key is {_below(path, near[0])!r}"
@@ -95,7 +104,8 @@ def unknown_key(path: str, key: str, value: object, known: Sequence[str]) -> str
     return f"{text}; the valid keys are " + ", ".join(repr(_below(path, one)) for one in known)
 
 
-def _name(key: str) -> str:
+def named(key: str) -> str:
+    """A key that was given: as it is, or quoted and cut."""
     if len(key) <= _MAX_NAME and key.isprintable():
         return key
     return repr(key[:_MAX_NAME])
@@ -156,7 +166,7 @@ def _follow(raw: Any, kind: Any, where: str, path: str = "") -> tuple[str, Any, 
         else:
             kind = _inside(kind)
             key, raw = _misfit(raw, kind)
-            path = _below(path, _name(key))
+            path = _below(path, named(key))
     return path, raw, kind
 
 
@@ -165,7 +175,7 @@ def _misfit(raw: Any, kind: Any) -> tuple[str, Any]:
     for key, value in raw.items() if isinstance(raw, Mapping) else ():
         try:
             msgspec.convert(value, kind)
-        except msgspec.ValidationError:
+        except REFUSED:
             return str(key), value
     return "...", None
 

@@ -179,6 +179,18 @@ def test_bad_request_params_name_our_part_only(bad: object, expected: str) -> No
     assert expected in str(error.value)
 
 
+@pytest.mark.parametrize("bad", [{"\ud800": 1}, {"gate": "\ud800"}, "\ud800", {"store": "\ud800"}])
+def test_half_of_a_character_is_a_mistake_like_others(bad: object) -> None:
+    with pytest.raises(ParamsError, match="half of a character") as error:
+        parse_params({"tiered_kv": bad})
+    assert str(error.value).encode()
+    with pytest.raises(ConfigError) as refused:
+        parse_options({"cpu": {"capacity": 1, "eviction": "\ud800"}, "gate": bad})
+    assert str(refused.value).encode()
+    with pytest.raises(ConfigError, match="unknown key"):
+        parse_options({"cpu": {"capacity": 1, "\ud800": 1}})
+
+
 @pytest.mark.parametrize("bad", [{"x" * 10**6: 1}, {"a\nb": "y" * 10**6}, {"handoff": "z" * 10**6}])
 def test_what_a_request_says_does_not_fill_the_log(bad: object) -> None:
     with pytest.raises(ParamsError) as error:

@@ -15,7 +15,7 @@ import msgspec
 
 from vllm_tiered_kv.check.findings import Finding, Level, error, ok, warning
 from vllm_tiered_kv.config import Options
-from vllm_tiered_kv.mistakes import explain, shown, unknown_key
+from vllm_tiered_kv.mistakes import REFUSED, explain, shown, unknown_key
 from vllm_tiered_kv.plugin import ENTRY_POINT, MODULE, NAME
 
 MAX_BYTES = 1 << 20
@@ -143,9 +143,9 @@ def _fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
         else:
             try:
                 msgspec.convert({key: value}, TransferConfig)
-            except msgspec.ValidationError as wrong:
-                what, _, says = explain(wrong, {key: value}, TransferConfig).partition(": ")
-                findings.append(error(what, says))
+            except REFUSED as wrong:
+                says = explain(wrong, {key: value}, TransferConfig).partition(": ")[2]
+                findings.append(error(key, says))
             else:
                 good[key] = value
     return good, findings

@@ -61,7 +61,7 @@ def test_a_folder_that_is_there_and_one_that_is_not(tmp_path: Path) -> None:
 
 def test_what_is_in_it_is_counted_and_left_alone(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    rank = RankFolder(tmp_path, NAMESPACE, 0)
+    rank = RankFolder(tmp_path, NAMESPACE, 0, files=Files(), mode=IoMode.BUFFERED)
     buffer = aligned_buffer(padded(NBYTES))
     rank.write(KEY, 0, buffer, NBYTES, FACTS, 1_700_000_000_000_000_000)
     rank.close()

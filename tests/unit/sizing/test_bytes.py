@@ -249,6 +249,7 @@ def test_what_is_missing_or_wrong_is_named(change: c.Json, missing: str) -> None
             "x, text_config: num_hidden_layers: True is",
         ),
         (b"\xff\xfe\xfd", "is not JSON"),
+        (rb'{"\ud800": 1}', "half of a character"),
     ],
 )
 def test_a_file_that_is_no_configuration(data: bytes, reason: str) -> None:
