@@ -198,8 +198,9 @@ def _child(raw: Mapping[str, Any], environ: Mapping[str, str]) -> Ours:
     if _POLICY in good or _POLICY not in raw:
         findings.append(_policy(config.kv_load_failure_policy))
     findings += [one for one in _role(config.kv_role, raw) if one.level is Level.ERROR]
-    children = config.kv_connector_extra_config.get("connectors")
-    found = [child for child in children if _is_ours(child)] if isinstance(children, list) else []
+    given = config.kv_connector_extra_config.get("connectors")
+    children = given if isinstance(given, list) else []
+    found = [child for child in children if _is_ours(child)]
     where = "kv_connector_extra_config.connectors"
     if len(found) != 1:
         says = (
