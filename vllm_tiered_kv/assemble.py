@@ -22,9 +22,10 @@ from vllm_tiered_kv.contract import check
 from vllm_tiered_kv.geometry import Geometry, GroupGeometry, plan_geometry
 from vllm_tiered_kv.policies import Eviction
 from vllm_tiered_kv.remote.agent import RemoteAgent
-from vllm_tiered_kv.remote.assembly import heads_by_group, introduce, listen_address, open_agent
-from vllm_tiered_kv.remote.options import Handoff, RemoteOptions
+from vllm_tiered_kv.remote.assembly import heads_by_group, introduce, open_agent
+from vllm_tiered_kv.remote.options import RemoteOptions
 from vllm_tiered_kv.remote.pages import contents_of
+from vllm_tiered_kv.remote.start import handoff_of, listen_address
 from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
 from vllm_tiered_kv.scheduler.handing import HandingOptions
@@ -99,7 +100,8 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     announce(options, geometry, num_slots, ranks, task.first_words())
     parts = None
     if remote is not None and options.remote is not None:
-        handing = _handing(options, options.remote, sends=remote.settings.sends)
+        handoff = handoff_of(options, options.remote, sends=remote.settings.sends)
+        handing = HandingOptions(handoff, options.remote.verify)
         parts = _remote_parts(vllm_config, options.remote, remote, task, handing)
     return SchedulerHalf(settings, _endpoint(), on_shutdown=task.close, agent=agent, remote=parts)
 
@@ -125,22 +127,6 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         find_adapters=compat.find_adapters(vllm_config),
         heads=None if options.remote is None else heads_by_group(vllm_config, kv_cache_config),
     )
-
-
-def _handing(options: Options, remote: RemoteOptions, *, sends: bool) -> HandingOptions:
-    """What hand-overs are served from.
-
-    Raises:
-        ConfigError: from slots, and there are none to speak of.
-    """
-    handoff = remote.handoff
-    if options.cpu is None and handoff is Handoff.AUTO:
-        handoff = Handoff.DEVICE
-    if sends and handoff is Handoff.CPU and options.cpu is None and options.disk is None:
-        raise ConfigError(
-            "remote.handoff: 'cpu' needs slots in host memory: give cpu.capacity, or leave it out"
-        )
-    return HandingOptions(handoff, remote.verify)
 
 
 def _remote_parts(

@@ -7,18 +7,19 @@ key that does not exist, the nearest one that does, or all of them where none is
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import msgspec
 
 from vllm_tiered_kv.gate import GateMode
+from vllm_tiered_kv.mistakes import REFUSED, explain, named, structs_of
 from vllm_tiered_kv.policies import Eviction
-from vllm_tiered_kv.remote.options import Handoff, RemoteOptions, check_remote
+from vllm_tiered_kv.remote.options import RemoteOptions, check_remote
 
 _UNITS = {
     "": 1,
@@ -32,19 +33,6 @@ _UNITS_BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 _SIZE = re.compile(r"^\s*(-?\d{1,24}(?:\.\d{1,24})?)\s*([A-Za-z]*)\s*$")
 _MAX_SIZE = 1 << 60
 _CONNECTOR = "kv_connector_extra_config"
-_CHOICES: dict[str, type[enum.Enum]] = {
-    "gate": GateMode,
-    "eviction": Eviction,
-    "handoff": Handoff,
-}
-_EXPECTED = re.compile(r"Expected `(\w+)(?: \| null)?`, got `\w+`")
-_WORDS = {
-    "array": "a list",
-    "bool": "true or false, without quotes",
-    "float": "a number, without quotes and unit",
-    "int": "a whole number, without quotes",
-    "str": "text in quotes",
-}
 
 _O = TypeVar("_O", bound=msgspec.Struct)
 
@@ -192,8 +180,8 @@ def decode_options(raw: Mapping[str, Any], kind: type[_O], root: str) -> _O:
     _refuse_unknown_keys(raw, kind, root)
     try:
         return msgspec.convert(dict(raw), kind, dec_hook=_decode)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_explain(error, raw, root)) from None
+    except REFUSED as error:
+        raise ConfigError(explain(error, raw, kind, root)) from None
 
 
 def check_folder(folder: FolderOptions, prefix: str = "") -> None:
@@ -253,7 +241,8 @@ def _refuse_unknown_keys(raw: object, top: type[msgspec.Struct], root: str) -> N
             name = f"{path}.{key}" if path else str(key)
             if key not in fields:
                 hint = _hint(name, path, fields, top)
-                raise ConfigError(f"{name}: unknown key (value {value!r}); {hint}")
+                shown = f"{path}.{named(key)}" if path else named(str(key))
+                raise ConfigError(f"{shown}: unknown key (value {value!r}); {hint}")
             if (nested := _struct(fields[key])) is not None and value is not None:
                 levels.append((name, value, nested))
 
@@ -270,10 +259,7 @@ def _not_an_object(given: object, kind: type[msgspec.Struct], path: str, root: s
 
 def _struct(kind: Any) -> type[msgspec.Struct] | None:
     """The struct that a field holds, also where it may be left out."""
-    for one in (kind, *get_args(kind)):
-        if isinstance(one, type) and issubclass(one, msgspec.Struct):
-            return one
-    return None
+    return next(iter(structs_of(kind)), None)
 
 
 def _hint(name: str, path: str, fields: Mapping[str, Any], top: type[msgspec.Struct]) -> str:
@@ -299,27 +285,6 @@ def _hint(name: str, path: str, fields: Mapping[str, Any], top: type[msgspec.Str
 
 def _names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     return tuple(field.name for field in msgspec.structs.fields(kind))
-
-
-def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any], root: str) -> str:
-    """Put the offending key and value before msgspec's reason."""
-    text = str(error)
-    reason, _, where = text.partition(" - at `$")
-    path = where.strip("`.") if where else ""
-    value: Any = raw
-    for part in re.findall(r"[^.\[\]]+", path):
-        if isinstance(value, Mapping):
-            value = value.get(part)
-        elif isinstance(value, Sequence) and part.isdigit():
-            value = value[int(part)]
-    if missing := re.search(r"missing required field `(\w+)`", reason):
-        return f"{f'{path}.' if path else ''}{missing[1]}: required, but not given"
-    choices = _CHOICES.get(path.rpartition(".")[2])
-    if choices is not None:
-        reason = "expected one of " + ", ".join(each.value for each in choices)
-    if (expected := _EXPECTED.fullmatch(reason)) and expected[1] in _WORDS:
-        reason = f"expected {_WORDS[expected[1]]}"
-    return f"{path or root}: {value!r} is not valid: {reason}"
 
 
 def memory_limit() -> int:
@@ -348,8 +313,11 @@ def check_capacity(key: str, capacity: int, *, floor: int, limit: int) -> None:
 
 
 def available_memory() -> int:
-    """Bytes the machine can still give without swapping, by the kernel's own estimate."""
-    return _meminfo("MemAvailable:")
+    """Bytes the machine can still give without swapping, by the kernel's own estimate, or the
+    container below its limit, whichever is less."""
+    rooms = [_meminfo("MemAvailable:")]
+    rooms += [room for path in _cgroup_limit_files() if (room := _room_below(path)) is not None]
+    return max(0, min(rooms))
 
 
 def _meminfo(field: str) -> int:
@@ -382,6 +350,22 @@ def _cgroup_limit_files() -> list[Path]:
                 break
             folder = folder.parent
     return files
+
+
+def _room_below(path: Path) -> int | None:
+    """Below the limit in a file; what the kernel would drop first does not count as used."""
+    limit = _read_limit(path)
+    v2 = path.name == "memory.max"
+    used = _read_limit(path.with_name("memory.current" if v2 else "memory.usage_in_bytes"))
+    if limit is None or used is None:
+        return None
+    dropped = 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.with_name("memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == ("inactive_file" if v2 else "total_inactive_file"):
+                dropped = int(value)
+    return limit - used + dropped
 
 
 def _read_limit(path: Path) -> int | None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from vllm_tiered_kv.gate import GateMode
+from vllm_tiered_kv.mistakes import REFUSED, explain
 
 KEY = "tiered_kv"
 
@@ -41,5 +42,6 @@ def parse_params(raw: Mapping[str, Any] | None) -> RequestParams:
         return DEFAULT
     try:
         return msgspec.convert(raw[KEY], RequestParams)
-    except msgspec.ValidationError as error:
-        raise ParamsError(f"kv_transfer_params.{KEY}: {error}") from None
+    except REFUSED as error:
+        path = f"kv_transfer_params.{KEY}"
+        raise ParamsError(explain(error, raw[KEY], RequestParams, within=path)) from None

@@ -11,6 +11,8 @@ from vllm_tiered_kv.log import get_logger
 
 NAME = "TieredKVConnector"
 MODULE = "vllm_tiered_kv.connector"
+ENTRY_POINT = "tiered_kv"
+"""What ``VLLM_PLUGINS`` has to name where it is set."""
 
 logger = get_logger(__name__)
 

@@ -122,6 +122,28 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert config.memory_limit() == 1048576
 
 
+@pytest.mark.parametrize(
+    ("limit", "used", "dropped"),
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_below_a_containers_limit_its_own_use_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, used: str, dropped: str
+) -> None:
+    monkeypatch.setattr(config, "_cgroup_limit_files", lambda: [tmp_path / "absent", file])
+    file = tmp_path / limit
+    file.write_text("1048576\n")
+    assert config.available_memory() > 1048576  # what is used is not known
+    (tmp_path / used).write_text("1000000\n")
+    assert config.available_memory() == 48576
+    (tmp_path / "memory.stat").write_text(f"anon 7\n{dropped} 400000\n")
+    assert config.available_memory() == 448576
+    (tmp_path / used).write_text("2000000\n")
+    assert config.available_memory() == 0
+
+
 def test_format_size() -> None:
     assert [format_size(n) for n in (1, 1024, 3 << 19, 1 << 40)] == [
         "1 B",
@@ -139,7 +161,39 @@ def test_request_params() -> None:
     assert parse_params({"tiered_kv": {"gate": "always"}}) == wanted
 
 
-@pytest.mark.parametrize("bad", [{"stor": False}, {"store": "no"}, 3, "x", None, [1]])
-def test_bad_request_params_name_our_part_only(bad: object) -> None:
-    with pytest.raises(ParamsError, match="tiered_kv"):
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        ({"stor": False}, ".stor: unknown key (value False); the nearest valid key is"),
+        ({"stor": False}, "'kv_transfer_params.tiered_kv.store'"),
+        ({"keep": 1}, "the valid keys are 'kv_transfer_params.tiered_kv.store', "),
+        ({"store": "no"}, ".store: 'no' is not valid: expected true or false, without quotes"),
+        ({"gate": "alway"}, ".gate: 'alway' is not valid: expected one of measured, always, never"),
+        *((bad, f": {bad!r} is not valid: expected an object") for bad in (3, "x", None, [1])),
+    ],
+)
+def test_bad_request_params_name_our_part_only(bad: object, expected: str) -> None:
+    with pytest.raises(ParamsError) as error:
         parse_params({"tiered_kv": bad, "other": object()})
+    assert str(error.value).startswith("kv_transfer_params.tiered_kv")
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize("bad", [{"\ud800": 1}, {"gate": "\ud800"}, "\ud800", {"store": "\ud800"}])
+def test_half_of_a_character_is_a_mistake_like_others(bad: object) -> None:
+    with pytest.raises(ParamsError, match="half of a character") as error:
+        parse_params({"tiered_kv": bad})
+    assert str(error.value).encode()
+    with pytest.raises(ConfigError) as refused:
+        parse_options({"cpu": {"capacity": 1, "eviction": "\ud800"}, "gate": bad})
+    assert str(refused.value).encode()
+    with pytest.raises(ConfigError, match="unknown key"):
+        parse_options({"cpu": {"capacity": 1, "\ud800": 1}})
+
+
+@pytest.mark.parametrize("bad", [{"x" * 10**6: 1}, {"a\nb": "y" * 10**6}, {"handoff": "z" * 10**6}])
+def test_what_a_request_says_does_not_fill_the_log(bad: object) -> None:
+    with pytest.raises(ParamsError) as error:
+        parse_params({"tiered_kv": bad})
+    assert len(str(error.value)) < 2000
+    assert "\n" not in str(error.value)

@@ -180,11 +180,12 @@ def test_a_synthetic_load_is_a_trace_and_the_same_for_a_seed(load: str) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"{", "truncated"),
-        (b"[]", "Expected `object`"),
-        (b'{"timestamp": 0, "input_length": 1, "output_length": 1}', "hash_ids"),
-        (GOOD.replace(b"600", b"-1"), "input_length"),
-        (GOOD.replace(b"[1, 2]", b'["1"]'), "hash_ids"),
+        (b"{", "not JSON"),
+        (b"[]", "the line: [] is not valid: expected an object"),
+        (b'{"timestamp": 0, "input_length": 1, "output_length": 1}', "hash_ids: required"),
+        (GOOD.replace(b"600", b"-1"), "input_length: -1 is not valid: expected a whole number of"),
+        (GOOD.replace(b"[1, 2]", b'["1"]'), "hash_ids[0]: '1' is not valid: expected a whole"),
+        (b"[" * 100_000, "not JSON"),
         (GOOD.replace(b"[1, 2]", b"[%d]" % (1 << 64)), "hash_ids"),
         (GOOD.replace(b"[1, 2]", b"[7, 2]"), "block 2 follows 7 here and followed 1 before"),
         (GOOD.replace(b"[1, 2]", b"[8, 9, 8]"), "block 8 follows 9"),

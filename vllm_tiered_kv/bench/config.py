@@ -14,9 +14,30 @@ from msgspec import Meta
 
 from vllm_tiered_kv.bench.workloads.kinds import Shared, Workload
 
-Name = Annotated[str, Meta(min_length=1, max_length=60, pattern=r"\A[^\x00-\x1f\x7f]+\Z")]
-ProcessName = Annotated[str, Meta(pattern=r"\A[a-z][a-z0-9_-]{0,30}\Z")]
-Url = Annotated[str, Meta(pattern=r"\Ahttps?://[^\s/]+(/\S*)?\Z", max_length=2000)]
+Name = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=60,
+        pattern=r"\A[^\x00-\x1f\x7f]+\Z",
+        description="1 to 60 characters, none of them a control character",
+    ),
+]
+ProcessName = Annotated[
+    str,
+    Meta(
+        pattern=r"\A[a-z][a-z0-9_-]{0,30}\Z",
+        description='a lower-case letter and at most 30 more, digits, "-" or "_"',
+    ),
+]
+Url = Annotated[
+    str,
+    Meta(
+        pattern=r"\Ahttps?://[^\s/]+(/\S*)?\Z",
+        max_length=2000,
+        description='an address like "http://127.0.0.1:8000"',
+    ),
+]
 Text = Annotated[str, Meta(max_length=100_000)]
 Words = Annotated[tuple[Text, ...], Meta(max_length=1000)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]

@@ -6,22 +6,19 @@ A mistake names the file, the key, the value and, for a key that does not exist,
 
 from __future__ import annotations
 
-import difflib
-import enum
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import Any, TypeVar
 
 import msgspec
 
 from vllm_tiered_kv.bench.config import Arm, Compared, Experiment, History, PromptFormat
 from vllm_tiered_kv.bench.errors import BenchError
+from vllm_tiered_kv.mistakes import explain
 
 MAX_FILE = 1 << 20
 
 _O = TypeVar("_O", bound=msgspec.Struct)
-_PART = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 
 
 def read_options(path: Path) -> dict[str, Any]:
@@ -50,7 +47,7 @@ def decode(raw: Mapping[str, Any], kind: type[_O], root: str) -> _O:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise BenchError(f"{root}: {_explain(error, raw, kind)}") from None
+        raise BenchError(f"{root}: {explain(error, raw, kind)}") from None
 
 
 def decode_arm(text: str) -> Arm:
@@ -162,7 +159,7 @@ def _parsed(path: Path, content: bytes) -> dict[str, Any]:
         else:
             found = msgspec.toml.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BenchError(f"{path}: {error}") from None
+        raise BenchError(f"{path} is not {path.suffix[1:].upper()}: {error}") from None
     except ImportError:
         raise BenchError(
             f"{path}: TOML needs tomli before Python 3.11: "
@@ -188,99 +185,3 @@ def _copy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _copy(inner) for key, inner in value.items()}
     return value
-
-
-def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any], kind: type) -> str:
-    reason, _, where = str(error).partition(" - at `")
-    path = where.strip("`").removeprefix("$")
-    parts = [name or int(index) for name, index in _PART.findall(path)]
-    value, at = _follow(raw, kind, parts)
-    shown = path.removeprefix(".")
-    if unknown := re.search(r"unknown field `(.*)`$", reason):
-        key = f"{shown}.{unknown[1]}" if shown else unknown[1]
-        inside = value.get(unknown[1]) if isinstance(value, Mapping) else None
-        text = f"{key}: unknown key (value {inside!r})"
-        near = difflib.get_close_matches(unknown[1], _keys(at), n=1, cutoff=0.0)
-        if not near:
-            return text
-        nearest = f"{shown}.{near[0]}" if shown else near[0]
-        return f"{text}; the nearest valid key is {nearest!r}"
-    if missing := re.search(r"missing required field `(\w+)`", reason):
-        return f"{f'{shown}.' if shown else ''}{missing[1]}: required, but not given"
-    choices = _choices(at) or _tags(raw, kind, parts)
-    if choices:
-        reason = f"expected one of {', '.join(choices)}"
-    return f"{shown or 'this'}: {value!r} is not valid: {reason}"
-
-
-def _follow(raw: Any, kind: Any, parts: Sequence[str | int]) -> tuple[Any, Any]:
-    """The value at a path, and the type that is expected there."""
-    for part in parts:
-        if isinstance(part, int):
-            kind = next(iter(_inside(kind)), None)
-            raw = raw[part] if isinstance(raw, (list, tuple)) and part < len(raw) else None
-        else:
-            kind = _field(kind, part, raw)
-            raw = raw.get(part) if isinstance(raw, Mapping) else None
-    return raw, _chosen(kind, raw)
-
-
-def _inside(kind: Any) -> list[Any]:
-    """What a container of that type holds."""
-    for each in _alternatives(kind):
-        if get_origin(each) is tuple:
-            return [get_args(each)[0]]
-    return []
-
-
-def _field(kind: Any, name: str, raw: Any) -> Any:
-    chosen = _chosen(kind, raw)
-    if not isinstance(chosen, type) or not issubclass(chosen, msgspec.Struct):
-        return None
-    fields = {field.encode_name: field.type for field in msgspec.structs.fields(chosen)}
-    return fields.get(name)
-
-
-def _chosen(kind: Any, raw: Any) -> Any:
-    """Of several structs the one whose tag is given."""
-    structs = _structs(kind)
-    if len(structs) < 2:
-        return structs[0] if structs else kind
-    tag = raw.get("kind") if isinstance(raw, Mapping) else None
-    return next((each for each in structs if each.__struct_config__.tag == tag), None)
-
-
-def _structs(kind: Any) -> list[type[msgspec.Struct]]:
-    found = _alternatives(kind)
-    return [each for each in found if isinstance(each, type) and issubclass(each, msgspec.Struct)]
-
-
-def _alternatives(kind: Any) -> list[Any]:
-    """The members of a union, without annotations."""
-    if hasattr(kind, "__metadata__"):
-        return _alternatives(get_args(kind)[0])
-    if get_origin(kind) is tuple or not get_args(kind) or get_origin(kind) is dict:
-        return [kind]
-    return [each for member in get_args(kind) for each in _alternatives(member)]
-
-
-def _keys(kind: Any) -> list[str]:
-    fields = (msgspec.structs.fields(each) for each in _structs(kind))
-    return list(dict.fromkeys(field.encode_name for each in fields for field in each))
-
-
-def _choices(kind: Any) -> tuple[str, ...]:
-    for each in _alternatives(kind):
-        if isinstance(each, type) and issubclass(each, enum.Enum):
-            return tuple(str(member.value) for member in each)
-    return ()
-
-
-def _tags(raw: Any, kind: Any, parts: Sequence[str | int]) -> tuple[str, ...]:
-    """Where a tag was wrong: those that exist."""
-    if not parts or parts[-1] != "kind":
-        return ()
-    for part in parts[:-1]:
-        kind = _field(kind, cast(str, part), raw)
-        raw = raw.get(part) if isinstance(raw, Mapping) else None
-    return tuple(str(each.__struct_config__.tag) for each in _structs(kind))

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_tiered_kv.bench.records import Answer, Counted
+from vllm_tiered_kv.mistakes import explain_json
 
 _Number = Annotated[int, Meta(ge=0, le=1 << 40)]
 MAX_PARTS = 1 << 20
@@ -80,8 +81,10 @@ class Completion:
             return
         try:
             event = _DECODER.decode(data)
+        except msgspec.ValidationError as error:
+            raise Malformed(explain_json(error, data, _Event, "an event")) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Malformed(f"{error}: {_shorten(data)}") from None
+            raise Malformed(f"an event is not JSON: {error}: {_shorten(data)}") from None
         if event.error is not None:
             raise StreamError(_shorten(data))
         self._usage = event.usage or self._usage

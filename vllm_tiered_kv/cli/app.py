@@ -10,6 +10,7 @@ import typer
 from vllm_tiered_kv import __version__
 from vllm_tiered_kv.bench.errors import BenchError
 from vllm_tiered_kv.cli.bench import bench
+from vllm_tiered_kv.cli.check import check
 from vllm_tiered_kv.cli.keygen import keygen
 from vllm_tiered_kv.cli.plan import plan
 from vllm_tiered_kv.cli.size import size
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(size)
 app.command()(plan)
+app.command()(check)
 app.add_typer(bench, name="bench")
 app.command()(keygen)
 
@@ -41,7 +43,7 @@ def _common(
         False, "--version", callback=_show_version, is_eager=True, help="Print it and exit."
     ),
 ) -> None:
-    """Size, plan, measure and look after tiers of KV cache for vLLM."""
+    """Size, plan, check, measure and look after tiers of KV cache for vLLM."""
 
 
 def main() -> None:

@@ -28,15 +28,15 @@ def console() -> Console:
 
 
 def print_table(
-    to: Console, title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
+    to: Console, title: str, header: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1
 ) -> None:
-    """The first column is of words, the others of figures."""
+    """The first ``words`` columns are of words, the others of figures."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
     for column, name in enumerate(header):
-        table.add_column(name, justify="left" if column == 0 else "right")
+        table.add_column(name, justify="left" if column < words else "right")
     for row in rows:
         table.add_row(*row)
     # Not the table's own title, which would be folded to its width.

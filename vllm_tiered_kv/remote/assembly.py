@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,8 +17,15 @@ from vllm_tiered_kv.remote.channel import ControlSockets
 from vllm_tiered_kv.remote.facts import IdentityFacts, facts_of
 from vllm_tiered_kv.remote.memory import Heads, heads_of_rank
 from vllm_tiered_kv.remote.messages import MAX_GROUPS, MAX_RANKS, Identity
-from vllm_tiered_kv.remote.options import Address, RemoteOptions, parse_address, parse_listen
+from vllm_tiered_kv.remote.options import Address, RemoteOptions, parse_address
 from vllm_tiered_kv.remote.pages import contents_of, page_contents
+from vllm_tiered_kv.remote.start import (
+    FULL_ATTENTION_ONLY,
+    NO_NIXL,
+    is_nixl_there,
+    listen_address,
+    load_key,
+)
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import KVCacheConfig, VllmConfig
@@ -55,10 +59,7 @@ def open_agent(
         ConfigError: hand-overs cannot be had; says why.
     """
     _check(vllm_config, options, geometry, ranks)
-    try:
-        key = keys.load(Path(options.key_file))
-    except keys.KeyFileError as error:
-        raise ConfigError(f"remote.key_file: {error}") from None
+    key = load_key(options)
     sends, receives = compat.is_producer(vllm_config), compat.is_consumer(vllm_config)
     address = listen_address(options)
     if address.port:
@@ -110,19 +111,6 @@ def _listen(key: keys.FleetKey, address: Address, *, must: bool, may: bool) -> C
     return ControlSockets(key, None)
 
 
-def listen_address(options: RemoteOptions) -> Address:
-    """Where peers reach this engine, before its index is added.
-
-    Raises:
-        ConfigError: nowhere.
-    """
-    host_ip = os.environ.get("VLLM_HOST_IP", "")
-    try:
-        return parse_listen(options.listen, host_ip)
-    except ValueError as error:
-        raise ConfigError(f"remote.listen: {options.listen!r}: {error}") from None
-
-
 def introduce(agent: RemoteAgent, namespace: Namespace) -> None:
     """Tell the agent what this engine's KV means, now that it is known; any thread."""
     if namespace.persistent:
@@ -151,10 +139,6 @@ def heads_by_group(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> t
     return tuple(found)
 
 
-def is_nixl_there() -> bool:
-    return importlib.util.find_spec("nixl") is not None
-
-
 def _check(vllm_config: VllmConfig, options: RemoteOptions, geometry: Geometry, ranks: int) -> None:
     """Refuse, by name, what cannot be had.
 
@@ -167,10 +151,7 @@ def _check(vllm_config: VllmConfig, options: RemoteOptions, geometry: Geometry, 
             "device; leave it out"
         )
     if not geometry.keeps_all:
-        raise ConfigError(
-            "remote: a model with sliding windows or recurrent states cannot be handed over yet; "
-            "leave out remote"
-        )
+        raise ConfigError(FULL_ATTENTION_ONLY)
     if (reason := compat.ranks_elsewhere(vllm_config)) is not None:
         raise ConfigError(f"remote: this engine cannot hand KV over: {reason}; leave out remote")
     if compat.context_parallel_size(vllm_config) > 1:
@@ -181,7 +162,4 @@ def _check(vllm_config: VllmConfig, options: RemoteOptions, geometry: Geometry, 
             f"{MAX_GROUPS} and {MAX_RANKS} are supported"
         )
     if not is_nixl_there():
-        raise ConfigError(
-            "remote: NIXL, which moves the bytes, is not installed here: "
-            "pip install 'vllm-tiered-kv[nixl]'"
-        )
+        raise ConfigError(NO_NIXL)

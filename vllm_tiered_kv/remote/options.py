@@ -111,7 +111,7 @@ def check_remote(options: RemoteOptions) -> tuple[str, object, str] | None:
         parse_listen(options.listen, "localhost")
     except ValueError as error:
         return "listen", options.listen, str(error)
-    if not options.key_file.startswith("/") or "\0" in options.key_file:
+    if not _is_absolute(options.key_file):
         return "key_file", options.key_file, "must be an absolute path"
     if len(options.peers or ()) > MAX_PEERS:
         return "peers", len(options.peers or ()), f"at most {MAX_PEERS} can be named"
@@ -129,6 +129,12 @@ def check_remote(options: RemoteOptions) -> tuple[str, object, str] | None:
     if not 1 <= options.max_leases <= 65536:
         return "max_leases", options.max_leases, "must be from 1 to 65536"
     return None
+
+
+def _is_absolute(path: str) -> bool:
+    """Whether it can be the path of a file: JSON can hold halves of characters."""
+    halves = any("\ud800" <= character <= "\udfff" for character in path)
+    return path.startswith("/") and "\0" not in path and not halves
 
 
 def _is_wildcard(host: str) -> bool:

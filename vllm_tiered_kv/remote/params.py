@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_tiered_kv.mistakes import REFUSED, explain
 from vllm_tiered_kv.params import KEY, ParamsError, RequestParams
 from vllm_tiered_kv.remote.ticket import Ticket
 
@@ -62,8 +63,9 @@ def parse_remote(raw: Mapping[str, Any] | None, ours: RequestParams) -> RemotePa
     try:
         known = {key: raw[key] for key in _Flags.__struct_fields__ if key in raw}
         flags = msgspec.convert(known, _Flags)
-    except msgspec.ValidationError as error:
-        raise ParamsError(f"kv_transfer_params: {error}") from None
+    except REFUSED as error:
+        why = explain(error, known, _Flags, within="kv_transfer_params")
+        raise ParamsError(why) from None
     if flags.do_remote_prefill:
         if flags.do_remote_decode:
             raise ParamsError("kv_transfer_params: do_remote_prefill and do_remote_decode at once")

@@ -12,6 +12,8 @@ from typing import Annotated, BinaryIO, cast
 
 import msgspec
 
+from vllm_tiered_kv.mistakes import explain_json
+
 BLOCK_TOKENS = 512
 """Tokens that one of ``hash_ids`` stands for."""
 
@@ -66,8 +68,11 @@ def decode_trace(lines: Iterable[bytes], name: str) -> Iterator[Request]:
             raise TraceError(f"{name}, line {number}: longer than {MAX_LINE} bytes")
         try:
             request = decoder.decode(line)
+        except msgspec.ValidationError as error:
+            why = explain_json(error, line, Request, "the line")
+            raise TraceError(f"{name}, line {number}: {why}") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise TraceError(f"{name}, line {number}: {error}") from None
+            raise TraceError(f"{name}, line {number}: the line is not JSON: {error}") from None
         parent = None
         for block in request.hash_ids:
             if parents.setdefault(block, parent) != parent:

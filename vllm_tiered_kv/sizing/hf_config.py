@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from vllm_tiered_kv.mistakes import REFUSED, explain
 from vllm_tiered_kv.sizing.errors import SizingError
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -225,8 +226,10 @@ def decode_config(data: bytes, name: str) -> HfConfig:
             text = {**text, key: raw[key]}
     try:
         return msgspec.convert(text, HfConfig)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise SizingError(f"{name}{path}: {error}") from None
+    except REFUSED as error:
+        raise SizingError(f"{name}{path}: {explain(error, text, HfConfig)}") from None
+    except RecursionError:
+        raise SizingError(f"{name}{path} is nested too deeply") from None
 
 
 def read_config(path: Path) -> HfConfig:

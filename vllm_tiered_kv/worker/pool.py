@@ -20,6 +20,7 @@ import torch
 
 from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.worker.cuda_driver import CudaDriver, DriverError, open_driver
+from vllm_tiered_kv.worker.mapping import PoolError, map_memory
 from vllm_tiered_kv.worker.numa import bind_calling_thread, cpus_near_pci_device
 
 logger = get_logger(__name__)
@@ -27,15 +28,13 @@ logger = get_logger(__name__)
 PIN_PIECE_BYTES = 256 << 20
 """About this much is pinned at a time; a piece is a whole number of slots."""
 
+__all__ = ["HostPool", "PoolError"]
+
 _FAULT_PIECE_BYTES = 8 << 20  # the kernel holds the mapping's lock for one piece: milliseconds
 _PIN_LOCK_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 _NICEST = 19
-
-
-class PoolError(RuntimeError):
-    """The CPU tier's memory can't be had, or is gone; says why."""
 
 
 class HostPool:
@@ -53,12 +52,7 @@ class HostPool:
             raise PoolError(f"A pool needs slots: {num_slots} of {slot_bytes} bytes asked for.")
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        size = num_slots * slot_bytes
-        try:
-            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError, OverflowError, MemoryError) as error:
-            raise PoolError(f"Could not map {size} bytes for the CPU tier: {error}") from error
-        _advise(mapping)
+        mapping = map_memory(num_slots * slot_bytes)
         self._mapping: mmap.mmap | None = mapping
         # Through a memoryview: torch keeps that alive, and it keeps the mapping open.
         self._tensor: torch.Tensor | None = torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
@@ -237,16 +231,6 @@ def _slots_per_piece(num_slots: int, slot_bytes: int) -> int:
     step = mmap.PAGESIZE // math.gcd(slot_bytes, mmap.PAGESIZE)
     pieces = max(1, PIN_PIECE_BYTES // (slot_bytes * step))
     return min(pieces * step, num_slots)
-
-
-def _advise(mapping: mmap.mmap) -> None:
-    """Huge pages; nothing of it in core dumps (it is users' prompts) or in child processes."""
-    for name in ("MADV_HUGEPAGE", "MADV_DONTDUMP", "MADV_DONTFORK"):
-        option = getattr(mmap, name, None)
-        if option is None:
-            continue
-        with contextlib.suppress(OSError):  # advice: a kernel without it does without
-            mapping.madvise(option)
 
 
 def _libc_madvise() -> ctypes._NamedFuncPointer | None:

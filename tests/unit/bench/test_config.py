@@ -66,14 +66,15 @@ def test_defaults() -> None:
         ({"workload": {"kind": "chatt"}}, "one of shared-prompt, chat, rag, agent, trace, cold"),
         ({"workload": {"turns": 3}}, "file: workload.kind: required, but not given"),
         ({"workload": {"kind": "trace"}}, "file: workload.path: required, but not given"),
-        ({"sessions": "many"}, "file: sessions: 'many' is not valid: Expected `int`"),
-        ({"sessions": 0}, "file: sessions: 0 is not valid: Expected `int` >= 1"),
-        ({"load": {"rate": 0}}, "file: load.rate: 0 is not valid: Expected `float` > 0"),
-        ({"slo": {"ttft_ms": -1}}, "file: slo.ttft_ms: -1 is not valid: Expected `float` > 0"),
-        ({"env": {"A": 3}}, "is not valid: Expected `str`, got `int`"),
-        ({"arms": [{"name": "a\nb"}]}, "file: arms[0].name: 'a\\nb' is not valid"),
-        ({"arms": [{"name": "a", "url": "ftp://x"}]}, "file: arms[0].url: 'ftp://x' is not valid"),
-        ({"arms": 3}, "file: arms: 3 is not valid: Expected `array`"),
+        ({"sessions": "many"}, "file: sessions: 'many' is not valid: expected a whole number"),
+        ({"sessions": 0}, "file: sessions: 0 is not valid: expected a whole number of at"),
+        ({"load": {"rate": 0}}, "file: load.rate: 0 is not valid: expected a number above 0"),
+        ({"slo": {"ttft_ms": -1}}, "file: slo.ttft_ms: -1 is not valid: expected a number above 0"),
+        ({"env": {"A": 3}}, "file: env.A: 3 is not valid: expected text in quotes"),
+        ({"arms": [{"name": "a\nb"}]}, "'a\\nb' is not valid: expected 1 to 60 characters"),
+        ({"arms": [{"name": "a", "url": "ftp://x"}]}, "arms[0].url: 'ftp://x' is not valid"),
+        ({"arms": [{"name": "a", "url": "ftp://x"}]}, 'an address like "http://127.0.0.1:8000"'),
+        ({"arms": 3}, "file: arms: 3 is not valid: expected a list"),
         ({"arms": ARMS[:1]}, "file: 1 of the two arms that a comparison needs; add --arm"),
         ({"arms": [ARMS[0], ARMS[0]]}, "file: two arms are called 'a'"),
         ({"sessions": 3, "blocks": 4}, "file: 4 blocks of 3 sessions"),
@@ -147,9 +148,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
     assert "cannot be read: No such file" in fails("no.toml", None)
     assert "expected a .toml or .json file" in fails("x.yaml", b"")
-    assert "bad.toml: " in fails("bad.toml", b"a = = 3")
-    assert "bad.json: " in fails("bad.json", b"{")
-    assert "binary.toml: " in fails("binary.toml", b"a = '\xff'")
+    assert "bad.toml is not TOML: " in fails("bad.toml", b"a = = 3")
+    assert "bad.json is not JSON: " in fails("bad.json", b"{")
+    assert "binary.toml is not TOML: " in fails("binary.toml", b"a = '\xff'")
     assert "expected a table" in fails("list.json", b"[]")
     assert "larger than" in fails("large.json", b" " * (decode.MAX_FILE + 1))
 

@@ -46,6 +46,7 @@ def test_without_it_there_is_none() -> None:
         ({"listen": "tcp://10.0.0.5:7600"}, ["remote.listen"]),
         ({"listen": "10.0.0.5:7600;x"}, ["remote.listen"]),
         ({"key_file": "fleet.key"}, ["remote.key_file", "absolute"]),
+        ({"key_file": "/\ud800"}, ["remote.key_file", "absolute"]),
         ({"handoff": "gpu"}, ["remote.handoff", "'gpu'", "auto, device, cpu"]),
         ({"peers": ["10.0.0.6:0"]}, ["remote.peers", "10.0.0.6:0"]),
         ({"listen": "fe80::1:7600"}, ["remote.listen", "brackets"]),

@@ -224,10 +224,10 @@ def test_states_that_cannot_be_spread_evenly() -> None:
         ({"is_encoder_decoder": True}, "an encoder"),
         ({"num_hidden_layers": 5000}, "more than a model has"),
         ({"torch_dtype": "int3"}, "'int3' is not a format"),
-        ({"num_hidden_layers": "80"}, "config.json: Expected `int"),
-        ({"num_hidden_layers": -1}, ">= 0"),
-        ({"num_key_value_heads": 1 << 40}, "<= 4294967296"),
-        ({"layer_types": ["full_attention"] * 5000}, "length <= 4096"),
+        ({"num_hidden_layers": "80"}, "json: num_hidden_layers: '80' is not valid: expected"),
+        ({"num_hidden_layers": -1}, "-1 is not valid: expected a whole number of at least 0"),
+        ({"num_key_value_heads": 1 << 40}, "a whole number of at most 4294967296"),
+        ({"layer_types": ["full_attention"] * 5000}, "a list of at most 4096"),
         ({"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}},
          "'NVFP4' is not known here; give --kv-dtype"),
     ],
@@ -244,8 +244,12 @@ def test_what_is_missing_or_wrong_is_named(change: c.Json, missing: str) -> None
         (b"[]", "does not hold an object"),
         (b"[" * 100_000, "is not JSON"),
         (b'{"num_hidden_layers": ' + b"9" * 5_000 + b"}", "is not JSON"),
-        (b'{"text_config": {"num_hidden_layers": true}}', "x, text_config: Expected `int"),
+        (
+            b'{"text_config": {"num_hidden_layers": true}}',
+            "x, text_config: num_hidden_layers: True is",
+        ),
         (b"\xff\xfe\xfd", "is not JSON"),
+        (rb'{"\ud800": 1}', "half of a character"),
     ],
 )
 def test_a_file_that_is_no_configuration(data: bytes, reason: str) -> None:

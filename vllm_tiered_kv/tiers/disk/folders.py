@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -72,6 +73,12 @@ def open_path(
         folder = open_folder(files, part, folder, make=make)
         opened.callback(close, files, folder)
     return folder
+
+
+def is_open_to_others(status: os.stat_result, user: int) -> bool:
+    """Whether somebody else than this user, or root, may write to a folder."""
+    foreign = status.st_uid not in (0, user)
+    return foreign or bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def close(files: Files, fd: int) -> None:

@@ -42,7 +42,12 @@ from vllm_tiered_kv.tiers.disk.direct import probe
 from vllm_tiered_kv.tiers.disk.entries import FileName, FoundFile
 from vllm_tiered_kv.tiers.disk.failures import FailureReason
 from vllm_tiered_kv.tiers.disk.files import Files
-from vllm_tiered_kv.tiers.disk.folders import open_folder, open_path, open_root
+from vllm_tiered_kv.tiers.disk.folders import (
+    is_open_to_others,
+    open_folder,
+    open_path,
+    open_root,
+)
 from vllm_tiered_kv.tiers.disk.identity_file import write_identity
 from vllm_tiered_kv.tiers.disk.marks import clear_mark, inherit, set_mark
 from vllm_tiered_kv.tiers.disk.names import (
@@ -196,9 +201,7 @@ class Keeper:
             own = open_folder(self._files, namespace, root)
             opened.callback(self._files.close, own)
             for folder, path in ((root, self._root), (own, self._root / namespace)):
-                status = self._files.fstat(folder)
-                foreign = status.st_uid not in (0, os.geteuid())
-                if foreign or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                if is_open_to_others(self._files.fstat(folder), os.geteuid()):
                     logger.warning(
                         "tiered-kv: other users may write to %s: whoever can may put there what "
                         "prompts are answered from",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import zmq
 
-from vllm_tiered_kv.config import ConfigError, DiskOptions, format_size
+from vllm_tiered_kv.config import DiskOptions
 from vllm_tiered_kv.geometry import Geometry
 from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.policies import make_policy
@@ -18,7 +18,7 @@ from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
 from vllm_tiered_kv.tiers.disk.channel import AgentSockets
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.format import file_bytes
-from vllm_tiered_kv.tiers.disk.settings import FOLDER_BYTES, TierSettings
+from vllm_tiered_kv.tiers.disk.settings import TierSettings, check_room
 
 logger = get_logger(__name__)
 
@@ -52,15 +52,9 @@ def open_disk(
     Raises:
         ConfigError: the capacity does not hold one chunk.
     """
-    sizes = tuple(
-        file_bytes(math.ceil(geometry.part_bytes(group) * share)) for group in geometry.group_ids
-    )
-    floor = math.ceil((sum(sizes) + FOLDER_BYTES) * ranks / options.high_water)
-    if options.capacity < floor:
-        raise ConfigError(
-            f"disk.capacity: {format_size(options.capacity)} cannot hold one chunk over all ranks "
-            f"({format_size(floor)} with its folders); give at least that"
-        )
+    parts = [math.ceil(geometry.part_bytes(group) * share) for group in geometry.group_ids]
+    check_room(options, parts, ranks)
+    sizes = tuple(map(file_bytes, parts))
     settings = TierSettings(
         options.path,
         int(options.capacity),

@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import msgspec
+
+from vllm_tiered_kv.config import ConfigError, DiskOptions, format_size
+from vllm_tiered_kv.tiers.disk.format import file_bytes
 
 FOLDER_BYTES = 260 * 4096
 """What a rank's folders take."""
@@ -32,3 +38,23 @@ class TierSettings(msgspec.Struct, frozen=True):
     """By KV cache group the most bytes a rank's file takes."""
     max_queued: int
     """Writes that may wait; each holds its slots."""
+
+
+def check_room(options: DiskOptions, parts: Sequence[int], ranks: int) -> None:
+    """Refuse a capacity which cannot hold one chunk.
+
+    Args:
+        options: of the disk tier.
+        parts: bytes of a chunk's part in each KV cache group, on the largest rank.
+        ranks: ranks of the engine.
+
+    Raises:
+        ConfigError: naming the key, the value and the least that is enough.
+    """
+    files = sum(map(file_bytes, parts))
+    floor = math.ceil((files + FOLDER_BYTES) * ranks / options.high_water)
+    if options.capacity < floor:
+        raise ConfigError(
+            f"disk.capacity: {format_size(options.capacity)} cannot hold one chunk over all ranks "
+            f"({format_size(floor)} with its folders); give at least that"
+        )
