@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,7 @@ import typer
 from vllm_tiered_kv.bench import decode
 from vllm_tiered_kv.bench.config import Experiment, Placement
 from vllm_tiered_kv.bench.errors import BenchError
+from vllm_tiered_kv.cli.interrupt import ended_as_interrupted
 from vllm_tiered_kv.cli.output import console, print_json, print_notes, print_table
 
 if TYPE_CHECKING:
@@ -103,12 +103,8 @@ def _run(experiment: Experiment, out: Path, *, plots: bool) -> Report:
 
     make_folder(out)
     prepared = prepare(experiment)
-    before = signal.signal(signal.SIGTERM, _interrupt)  # so that servers are ended then, too
-    try:
-        with watching(prepared.requests, experiment) as watch:
-            report, found = compare(prepared, out, watch, ("vllm-tiered-kv", *sys.argv[1:]))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with ended_as_interrupted(), watching(prepared.requests, experiment) as watch:
+        report, found = compare(prepared, out, watch, ("vllm-tiered-kv", *sys.argv[1:]))
     write_all(report, found, out, plots=plots)
     return report
 
@@ -124,7 +120,3 @@ def _print(report: Report, out: Path) -> None:
         print_table(to, table.title, [escape(name) for name in table.header], map(tuple, rows))
     print_notes(to, [*remarks(report), conditions(report)])
     to.print(f"reports, plots, every request and servers' logs: {out}/", markup=False)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

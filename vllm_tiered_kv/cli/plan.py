@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from vllm_tiered_kv.cli import options as o
+from vllm_tiered_kv.cli.interrupt import ended_as_interrupted
 from vllm_tiered_kv.cli.output import print_json
 from vllm_tiered_kv.policies import Eviction
 from vllm_tiered_kv.sizing.errors import SizingError
@@ -182,7 +183,8 @@ def plan(
         from vllm_tiered_kv.sizing.measure import Bounds, measure
 
         bounds = Bounds(parse_size(measure_bytes), measure_seconds, measure_threads)
-        measured = measure(folder, bounds)
+        with ended_as_interrupted():
+            measured = measure(folder, bounds)
         given = {**_measured_links(measured.copy.rate, measured.disk_read.rate), **given}
     links = given or {name: Link(name, rate, LATENCY, "assumed") for name, rate in _assumed()}
     question = PlanQuestion(
