@@ -16,6 +16,7 @@ from vllm_tiered_kv.cli import options as o
 from vllm_tiered_kv.cli.interrupt import ended_as_interrupted
 from vllm_tiered_kv.cli.output import print_json
 from vllm_tiered_kv.policies import Eviction
+from vllm_tiered_kv.replay import BLOCK_TOKENS
 from vllm_tiered_kv.sizing.errors import SizingError
 from vllm_tiered_kv.sizing.gpus import Gpu, Precision, find_gpu
 from vllm_tiered_kv.sizing.parameters import Parameters
@@ -150,9 +151,20 @@ def plan(
     max_requests: Annotated[
         int, typer.Option(help="Of the trace.", rich_help_panel=_TRACE, min=1, max=100_000_000)
     ] = 1_000_000,
+    block_tokens: Annotated[
+        int,
+        typer.Option(
+            help="That one of its hash_ids stands for.",
+            rich_help_panel=_TRACE,
+            min=1,
+            max=1 << 20,
+        ),
+    ] = BLOCK_TOKENS,
     jobs: Annotated[
         int | None,
-        typer.Option(help="Replays at a time.", show_default="processors", rich_help_panel=_TRACE),
+        typer.Option(
+            help="Replays at a time.", show_default="processors", rich_help_panel=_TRACE, min=1
+        ),
     ] = None,
     as_json: o.Json = False,
 ) -> None:
@@ -213,6 +225,7 @@ def plan(
             store_after=store_after,
             hit_window=parse_seconds(hit_window) if hit_window is not None else None,
             jobs=jobs or len(os.sched_getaffinity(0)),
+            block_tokens=block_tokens,
         )
         report = with_trace(report, found.model, question, links, wanted)
     if plot is not None and report.trace is not None:

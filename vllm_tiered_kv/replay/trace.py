@@ -13,7 +13,7 @@ from typing import Annotated, BinaryIO, cast
 import msgspec
 
 BLOCK_TOKENS = 512
-"""Tokens that one of ``hash_ids`` stands for."""
+"""Tokens that one of ``hash_ids`` stands for in traces as published."""
 
 MAX_LINE = 1 << 20
 MAX_BLOCKS = 1 << 16
@@ -37,21 +37,24 @@ class TraceError(ValueError):
     """A trace that cannot be replayed; the message names the file and the line."""
 
 
-def read_trace(path: Path) -> Iterator[Request]:
+def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> Iterator[Request]:
     """The requests of a file, one by one; ``.gz`` and ``.xz`` are unpacked.
 
     Raises:
-        TraceError: a line is not a request, or gives a block another prefix than before.
+        TraceError: a line is not a request, gives a block another prefix than before, or more
+            blocks of ``block_tokens`` tokens than its prompt has.
         OSError: the file cannot be read.
     """
     try:
         with _open(path) as lines:
-            yield from decode_trace(_bounded(lines), str(path))
+            yield from decode_trace(_bounded(lines), str(path), block_tokens)
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: cannot be unpacked: {error}") from None
 
 
-def decode_trace(lines: Iterable[bytes], name: str) -> Iterator[Request]:
+def decode_trace(
+    lines: Iterable[bytes], name: str, block_tokens: int = BLOCK_TOKENS
+) -> Iterator[Request]:
     """The requests of lines of JSON; empty lines are passed over.
 
     Raises:
@@ -68,6 +71,11 @@ def decode_trace(lines: Iterable[bytes], name: str) -> Iterator[Request]:
             request = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise TraceError(f"{name}, line {number}: {error}") from None
+        if (len(request.hash_ids) - 1) * block_tokens >= max(request.input_length, 1):
+            raise TraceError(
+                f"{name}, line {number}: {len(request.hash_ids)} blocks of a prompt of "
+                f"{request.input_length} tokens, so they do not stand for {block_tokens} each"
+            )
         parent = None
         for block in request.hash_ids:
             if parents.setdefault(block, parent) != parent:
