@@ -18,6 +18,7 @@ from vllm_tiered_kv.cli.output import console, print_json, print_notes, print_ta
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.bench.report import Report
+    from vllm_tiered_kv.bench.summary import Measured
 
 bench = typer.Typer(no_args_is_help=True, help="Measure servers against each other.")
 
@@ -81,16 +82,19 @@ def ab(
     raw = decode.with_settings(raw, [*bounds, *(settings or ())])
     arms = [decode.decode_arm(text) for text in arm or ()]
     experiment = decode.experiment(raw, arms, str(file) if file is not None else "options")
-    report = _run(experiment, out, plots=plots)
+    report, found = _run(experiment, out, plots=plots)
+    unwritten = _write(report, found, out, plots=plots)
     if json:
         print_json(report)
     else:
         _print(report, out)
+    if unwritten is not None:
+        raise unwritten
     if report.ended_early is not None:
         raise BenchError(f"ended early: {report.ended_early}")
 
 
-def _run(experiment: Experiment, out: Path, *, plots: bool) -> Report:
+def _run(experiment: Experiment, out: Path, *, plots: bool) -> tuple[Report, list[Measured]]:
     needed = (*_NEEDED, "matplotlib") if plots else _NEEDED
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
@@ -98,15 +102,24 @@ def _run(experiment: Experiment, out: Path, *, plots: bool) -> Report:
             f'bench needs {" and ".join(missing)}: pip install "vllm-tiered-kv[bench]"'
         )
     from vllm_tiered_kv.bench.compare import compare, prepare
-    from vllm_tiered_kv.bench.files import make_folder, write_all
+    from vllm_tiered_kv.bench.files import make_folder
     from vllm_tiered_kv.cli.bench_watch import watching
 
     make_folder(out)
     prepared = prepare(experiment)
     with ended_as_interrupted(), watching(prepared.requests, experiment) as watch:
-        report, found = compare(prepared, out, watch, ("vllm-tiered-kv", *sys.argv[1:]))
-    write_all(report, found, out, plots=plots)
-    return report
+        return compare(prepared, out, watch, ("vllm-tiered-kv", *sys.argv[1:]))
+
+
+def _write(report: Report, found: list[Measured], out: Path, *, plots: bool) -> BenchError | None:
+    """What was measured is shown even where it cannot be kept."""
+    from vllm_tiered_kv.bench.files import write_all
+
+    try:
+        write_all(report, found, out, plots=plots)
+    except BenchError as error:
+        return error
+    return None
 
 
 def _print(report: Report, out: Path) -> None:
