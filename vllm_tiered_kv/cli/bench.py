@@ -49,9 +49,9 @@ def ab(
         str | None,
         typer.Option(help="shared-prompt, chat, rag, agent, trace or cold, with its usual sizes."),
     ] = None,
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="To count as good.")] = None,
-    slo_tpot_ms: Annotated[float | None, typer.Option(help="To count as good.")] = None,
-    slo_e2e_ms: Annotated[float | None, typer.Option(help="To count as good.")] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="TTFT at most, for goodput.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="TPOT at most, for goodput.")] = None,
+    slo_e2e_ms: Annotated[float | None, typer.Option(help="A whole answer at most.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of all that is drawn.")] = None,
     one_at_a_time: Annotated[
         bool, typer.Option("--one-at-a-time", help="Servers do not fit the machine together.")
