@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Coroutine, Generator, Iterable
+from collections.abc import Coroutine, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,10 +74,12 @@ class Runner:
 
     def _together(self) -> Generator[tuple[BlockResult, ...], None, None]:
         with contextlib.ExitStack() as stack:
-            targets = []
+            targets: list[Target] = []
             for arm in self._experiment.arms:
                 self._watch.stage(f"starting {arm.name}")
-                targets.append(stack.enter_context(running(arm, self._experiment, self._output)))
+                with _saying_who_is_up(arm.name, targets):
+                    target = stack.enter_context(running(arm, self._experiment, self._output))
+                targets.append(target)
             models = [self._warm_up(target) for target in targets]
             for block, order in zip(self._schedule.blocks, self._schedule.orders, strict=True):
                 yield tuple(self._run(targets[arm], models[arm], block) for arm in order)
@@ -233,6 +235,21 @@ async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _saying_who_is_up(name: str, targets: Sequence[Target]) -> Iterator[None]:
+    """The first server on a GPU leaves no memory for another."""
+    try:
+        yield
+    except ServerLost as error:
+        up = [target.arm.name for target in targets if target.processes]
+        if not up:
+            raise
+        raise ServerLost(
+            f"{name} did not start beside {', '.join(up)}; if they do not fit the machine "
+            f"together: --one-at-a-time. {error}"
+        ) from None
 
 
 async def _first_model(target: Target, experiment: Experiment) -> str:

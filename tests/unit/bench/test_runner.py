@@ -327,6 +327,15 @@ def test_a_server_that_does_not_start(
     assert gone([each.pid for each in started])
 
 
+def test_who_does_not_start_beside_another_may_need_the_machine_alone(tmp_path: Path) -> None:
+    fails = Process(command=(sys.executable, "-c", "raise SystemExit(3)"))
+    arms = (Arm(name="a", processes=(served(),)), Arm(name="b", processes=(fails,)))
+    with pytest.raises(BenchError, match=r"b did not start beside a; .* --one-at-a-time\. .*3;"):
+        play(experiment(arms), tmp_path)
+    with pytest.raises(BenchError, match=r"^server ended with status 3;"):
+        play(experiment(arms[::-1]), tmp_path)
+
+
 @pytest.mark.parametrize("command", [(sys.executable, "-c", "raise SystemExit(3)"), ("/dev/null",)])
 def test_what_an_arm_needs_is_said_where_it_does_not_start(
     tmp_path: Path, command: tuple[str, ...]
