@@ -84,7 +84,22 @@ LAST_IS_FULL = frozenset({"gemma4_text"})
 # Every n-th layer has full attention, the others a recurrent state.
 FULL_INTERVAL = MappingProxyType({"qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4})
 
-HEADS_ALIKE = frozenset({"llama"})
+HEADS_ALIKE = frozenset(
+    {
+        *(
+            "apertus",
+            "bloom",
+            "codegen",
+            "cohere",
+            "cohere2",
+            "gpt2",
+            "gpt_neox",
+            "gptj",
+            "granite",
+        ),
+        *("granite", "llama", "olmo", "olmo2", "olmo3", "opt", "persimmon", "phi", "phi3"),
+    }
+)
 """These have a KV head for each query head unless the file says otherwise."""
 
 EXTRA_WINDOW_TOKENS = MappingProxyType({"cohere2": 1})
