@@ -71,11 +71,6 @@ def decode_trace(
             request = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise TraceError(f"{name}, line {number}: {error}") from None
-        if (len(request.hash_ids) - 1) * block_tokens >= max(request.input_length, 1):
-            raise TraceError(
-                f"{name}, line {number}: {len(request.hash_ids)} blocks of a prompt of "
-                f"{request.input_length} tokens, so they do not stand for {block_tokens} each"
-            )
         parent = None
         for block in request.hash_ids:
             if parents.setdefault(block, parent) != parent:
@@ -84,6 +79,11 @@ def decode_trace(
                     f"{parents[block]} before; equal ids have to mean equal prefixes"
                 )
             parent = block
+        if (len(request.hash_ids) - 1) * block_tokens >= max(request.input_length, 1):
+            raise TraceError(
+                f"{name}, line {number}: {len(request.hash_ids)} blocks of a prompt of "
+                f"{request.input_length} tokens, so they do not stand for {block_tokens} each"
+            )
         yield request
 
 

@@ -230,14 +230,15 @@ def _in_threads(work: Callable[[int, Over], int], bounds: Bounds, what: str) -> 
         threading.Thread(target=run, args=(number,), name=f"measure-{number}", daemon=True)
         for number in range(bounds.threads)
     ]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         moved = _moved(ended, bounds, deadline, what)
     except KeyboardInterrupt:
         stopped.set()  # or they would fill the folder that is being removed
         for thread in threads:
-            thread.join(GRACE)
+            if thread.is_alive():
+                thread.join(GRACE)
         raise
     if not moved:
         raise SizingError(f"{what} moved nothing in {bounds.seconds:g} s")
