@@ -54,9 +54,12 @@ class Asking(msgspec.Struct, frozen=True):
 class Client:
     """Asks one server; many requests may be under way."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, timeout: float) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, timeout: float, key: str | None = None
+    ) -> None:
         self._session = session
         self._base = url.rstrip("/")
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_S)
 
     async def complete(self, body: bytes) -> Answer | Failed:
@@ -89,7 +92,9 @@ class Client:
         """
         url = f"{self._base}/v1/models"
         try:
-            async with self._session.get(url, timeout=self._timeout) as response:
+            async with self._session.get(
+                url, headers=self._headers, timeout=self._timeout
+            ) as response:
                 content = await read_bounded(response)
             return msgspec.json.decode(content, type=_Models).data[0].id
         except (aiohttp.ClientConnectorError, asyncio.TimeoutError) as error:
@@ -108,7 +113,7 @@ class Client:
         return await scrape(self._session, urls)
 
     async def _stream(self, body: bytes, sent: float) -> Answer:
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **self._headers}
         parser, completion = EventParser(), Completion(sent)
         async with self._session.post(
             f"{self._base}/v1/completions", data=body, headers=headers, timeout=self._timeout
@@ -136,11 +141,15 @@ class _Refused(RuntimeError):
 
 
 @contextlib.asynccontextmanager
-async def connected(url: str, timeout: float) -> AsyncIterator[Client]:
-    """A client with connections of its own, without limit and without a proxy."""
+async def connected(url: str, timeout: float, key: str | None = None) -> AsyncIterator[Client]:
+    """A client with connections of its own, without limit and without a proxy.
+
+    Args:
+        key: that the server asks for; sent with requests alone.
+    """
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, trust_env=False) as session:
-        yield Client(session, url, timeout)
+        yield Client(session, url, timeout, key)
 
 
 def digest(prompt: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from vllm_tiered_kv.bench.config import Compared, Experiment, History, Placement
 from vllm_tiered_kv.bench.errors import BenchError
 from vllm_tiered_kv.bench.machine import this_machine
 from vllm_tiered_kv.bench.report import VERSION, Report
-from vllm_tiered_kv.bench.runner import BlockResult, Runner, Watch
+from vllm_tiered_kv.bench.runner import BlockResult, Runner, Watch, api_key
 from vllm_tiered_kv.bench.schedule import Schedule, make_schedule
 from vllm_tiered_kv.bench.summary import Measured, measured, summarise
 from vllm_tiered_kv.bench.workloads.build import build
@@ -43,6 +43,7 @@ def prepare(experiment: Experiment) -> Prepared:
     Raises:
         BenchError: it cannot be made.
     """
+    api_key(experiment)  # a variable that is not there is said now
     prompts = experiment.prompts
     content = Content(experiment.seed, prompts.first_token, prompts.last_token)
     count = experiment.warmup + experiment.sessions

@@ -190,6 +190,8 @@ class Experiment(_Options, frozen=True):
     history: History = History.REPLAYED
     request: dict[str, Any] = {}
     """Further fields of each request, over the ones set here."""
+    api_key_env: Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,100}\Z")] | None = None
+    """The environment variable with the key that all servers ask for. The key is in no report."""
     start_timeout: Seconds = 600.0
     """Until a process has to be ready."""
     request_timeout: Seconds = 300.0

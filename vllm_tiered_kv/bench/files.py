@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -22,12 +23,18 @@ def make_folder(folder: Path) -> None:
     """For one's own eyes: logs and outputs may hold what others must not read.
 
     Raises:
-        BenchError: it cannot be made.
+        BenchError: it cannot be made, or nothing can be written there.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise BenchError(f"{folder} cannot be made: {error.strerror or error}") from None
+    try:
+        # Now, and not when hours of measuring are to be kept.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BenchError(f"{folder} cannot be written to: {error.strerror or error}") from None
 
 
 def write_all(report: Report, found: Sequence[Measured], folder: Path, *, plots: bool) -> None:

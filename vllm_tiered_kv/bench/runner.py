@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
-from collections.abc import Coroutine, Generator, Iterable
+from collections.abc import Coroutine, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +15,8 @@ import msgspec
 
 from vllm_tiered_kv.bench.client import Asking, Client, connected, digest
 from vllm_tiered_kv.bench.config import Experiment, History, Mode, Placement
-from vllm_tiered_kv.bench.errors import BenchError
-from vllm_tiered_kv.bench.records import Answer, Failed, Record
+from vllm_tiered_kv.bench.errors import BenchError, ServerLost
+from vllm_tiered_kv.bench.records import Answer, Failed, Failure, Record
 from vllm_tiered_kv.bench.schedule import Block, Schedule, split
 from vllm_tiered_kv.bench.scrape import increase
 from vllm_tiered_kv.bench.servers import Target, running
@@ -73,10 +74,12 @@ class Runner:
 
     def _together(self) -> Generator[tuple[BlockResult, ...], None, None]:
         with contextlib.ExitStack() as stack:
-            targets = []
+            targets: list[Target] = []
             for arm in self._experiment.arms:
                 self._watch.stage(f"starting {arm.name}")
-                targets.append(stack.enter_context(running(arm, self._experiment, self._output)))
+                with _saying_who_is_up(arm.name, targets):
+                    target = stack.enter_context(running(arm, self._experiment, self._output))
+                targets.append(target)
             models = [self._warm_up(target) for target in targets]
             for block, order in zip(self._schedule.blocks, self._schedule.orders, strict=True):
                 yield tuple(self._run(targets[arm], models[arm], block) for arm in order)
@@ -97,7 +100,7 @@ class Runner:
     def _warm_up(self, target: Target) -> str:
         """The name of the model, once it has answered."""
         self.started[target.arm.name] = target.words
-        model = target.arm.model or asyncio.run(_first_model(target, self._experiment.model))
+        model = target.arm.model or asyncio.run(_first_model(target, self._experiment))
         result = self._run(target, model, self._schedule.warmup)
         failures = [record.failed for record in result.records if record.failed is not None]
         if failures and len(failures) == len(result.records):
@@ -112,6 +115,7 @@ class Runner:
         self._watch.stage(f"{part}, {target.arm.name}")
         result = asyncio.run(_Play(self._experiment, target, model, block, self._watch).play())
         target.check()
+        _check_answers(target, part, result)
         return result
 
 
@@ -137,7 +141,8 @@ class _Play:
 
     async def play(self) -> BlockResult:
         timeout = self._experiment.request_timeout
-        async with connected(self._target.url, timeout) as client:
+        key = api_key(self._experiment)
+        async with connected(self._target.url, timeout, key) as client:
             before = await client.scrape(self._target.scrape)
             # Encoded now, so that nobody's encoding delays another's clock.
             plans = [self._plan(session) for session in self._block.sessions]
@@ -232,12 +237,59 @@ async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _first_model(target: Target, served: str | None) -> str:
+@contextlib.contextmanager
+def _saying_who_is_up(name: str, targets: Sequence[Target]) -> Iterator[None]:
+    """The first server on a GPU leaves no memory for another."""
+    try:
+        yield
+    except ServerLost as error:
+        up = [target.arm.name for target in targets if target.processes]
+        if not up:
+            raise
+        raise ServerLost(
+            f"{name} did not start beside {', '.join(up)}; if they do not fit the machine "
+            f"together: --one-at-a-time. {error}"
+        ) from None
+
+
+async def _first_model(target: Target, experiment: Experiment) -> str:
     """What the server calls it; of one that was started and does not say so, what it serves."""
-    async with connected(target.url, timeout=30.0) as client:
+    async with connected(target.url, timeout=30.0, key=api_key(experiment)) as client:
         try:
             return await client.first_model()
         except BenchError:
-            if served is None or target.arm.url is not None:
+            if experiment.model is None or target.arm.url is not None:
                 raise
-            return served
+            return experiment.model
+
+
+def api_key(experiment: Experiment) -> str | None:
+    """The key that requests carry.
+
+    Raises:
+        BenchError: there is no such variable.
+    """
+    name = experiment.api_key_env
+    if name is None:
+        return None
+    if not os.environ.get(name):
+        raise BenchError(f"api_key_env: {name} is not in the environment")
+    return os.environ[name]
+
+
+_SILENT = frozenset({Failure.BROKEN, Failure.TIMEOUT})
+
+
+def _check_answers(target: Target, part: str, result: BlockResult) -> None:
+    """Whether there is a server at all; of those that run already no process can be looked at.
+
+    Raises:
+        ServerLost: no request was answered, not even refused.
+    """
+    failures = [record.failed for record in result.records]
+    silent = [failed for failed in failures if failed is not None and failed.kind in _SILENT]
+    if silent and len(silent) == len(failures):
+        raise ServerLost(
+            f"{target.arm.name} has answered nothing in {part}; the first: "
+            f"{silent[0].kind.value}: {silent[0].reason}"
+        )

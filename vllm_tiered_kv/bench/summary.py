@@ -25,6 +25,8 @@ from vllm_tiered_kv.bench.runner import BlockResult
 from vllm_tiered_kv.bench.scrape import BY_SOURCE, PROMPT_TOKENS, SOURCES
 
 MS = 1e3
+OUR_FIRST = "tiered-kv: cpu"
+"""Shown in any case: where it serves nothing one wants to know."""
 BY_ANSWERS = "by the answers"
 """All tiers together, as ``usage.prompt_tokens_details`` has it."""
 
@@ -220,7 +222,7 @@ def _rates(found: Measured, slo: Slo, draws: stats.Draws) -> list[_Figure]:
 
 
 def _tiers(found: Sequence[Measured]) -> list[str]:
-    """What any arm reports; of vLLM's own split by source what is used and not the device's."""
+    """What any arm reports; of splits by source and tier what is used, and not the device's."""
     used: dict[str, float] = {}
     for block in chain.from_iterable(each.blocks for each in found):
         for tier, tokens in (block.counted or {}).items():
@@ -234,7 +236,7 @@ def _tiers(found: Sequence[Measured]) -> list[str]:
         tier
         for tier, tokens in used.items()
         if tier not in (PROMPT_TOKENS, f"{BY_SOURCE}: device")
-        and (tokens or not tier.startswith(BY_SOURCE))
+        and (tokens or ": " not in tier or tier == OUR_FIRST)
     )
     always = {"device", "connector"}
     return [*sorted({*shown, *always}, key=place), BY_ANSWERS]

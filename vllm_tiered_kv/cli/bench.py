@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,10 +13,12 @@ import typer
 from vllm_tiered_kv.bench import decode
 from vllm_tiered_kv.bench.config import Experiment, Placement
 from vllm_tiered_kv.bench.errors import BenchError
+from vllm_tiered_kv.cli.interrupt import ended_as_interrupted
 from vllm_tiered_kv.cli.output import console, print_json, print_notes, print_table
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.bench.report import Report
+    from vllm_tiered_kv.bench.summary import Measured
 
 bench = typer.Typer(no_args_is_help=True, help="Measure servers against each other.")
 
@@ -48,9 +49,9 @@ def ab(
         str | None,
         typer.Option(help="shared-prompt, chat, rag, agent, trace or cold, with its usual sizes."),
     ] = None,
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="To count as good.")] = None,
-    slo_tpot_ms: Annotated[float | None, typer.Option(help="To count as good.")] = None,
-    slo_e2e_ms: Annotated[float | None, typer.Option(help="To count as good.")] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="TTFT at most, for goodput.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="TPOT at most, for goodput.")] = None,
+    slo_e2e_ms: Annotated[float | None, typer.Option(help="A whole answer at most.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of all that is drawn.")] = None,
     one_at_a_time: Annotated[
         bool, typer.Option("--one-at-a-time", help="Servers do not fit the machine together.")
@@ -81,16 +82,19 @@ def ab(
     raw = decode.with_settings(raw, [*bounds, *(settings or ())])
     arms = [decode.decode_arm(text) for text in arm or ()]
     experiment = decode.experiment(raw, arms, str(file) if file is not None else "options")
-    report = _run(experiment, out, plots=plots)
+    report, found = _run(experiment, out, plots=plots)
+    unwritten = _write(report, found, out, plots=plots)
     if json:
         print_json(report)
     else:
         _print(report, out)
+    if unwritten is not None:
+        raise unwritten
     if report.ended_early is not None:
         raise BenchError(f"ended early: {report.ended_early}")
 
 
-def _run(experiment: Experiment, out: Path, *, plots: bool) -> Report:
+def _run(experiment: Experiment, out: Path, *, plots: bool) -> tuple[Report, list[Measured]]:
     needed = (*_NEEDED, "matplotlib") if plots else _NEEDED
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
@@ -98,19 +102,24 @@ def _run(experiment: Experiment, out: Path, *, plots: bool) -> Report:
             f'bench needs {" and ".join(missing)}: pip install "vllm-tiered-kv[bench]"'
         )
     from vllm_tiered_kv.bench.compare import compare, prepare
-    from vllm_tiered_kv.bench.files import make_folder, write_all
+    from vllm_tiered_kv.bench.files import make_folder
     from vllm_tiered_kv.cli.bench_watch import watching
 
     make_folder(out)
     prepared = prepare(experiment)
-    before = signal.signal(signal.SIGTERM, _interrupt)  # so that servers are ended then, too
+    with ended_as_interrupted(), watching(prepared.requests, experiment) as watch:
+        return compare(prepared, out, watch, ("vllm-tiered-kv", *sys.argv[1:]))
+
+
+def _write(report: Report, found: list[Measured], out: Path, *, plots: bool) -> BenchError | None:
+    """What was measured is shown even where it cannot be kept."""
+    from vllm_tiered_kv.bench.files import write_all
+
     try:
-        with watching(prepared.requests, experiment) as watch:
-            report, found = compare(prepared, out, watch, ("vllm-tiered-kv", *sys.argv[1:]))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    write_all(report, found, out, plots=plots)
-    return report
+        write_all(report, found, out, plots=plots)
+    except BenchError as error:
+        return error
+    return None
 
 
 def _print(report: Report, out: Path) -> None:
@@ -124,7 +133,3 @@ def _print(report: Report, out: Path) -> None:
         print_table(to, table.title, [escape(name) for name in table.header], map(tuple, rows))
     print_notes(to, [*remarks(report), conditions(report)])
     to.print(f"reports, plots, every request and servers' logs: {out}/", markup=False)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import re
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +13,10 @@ import msgspec
 import typer
 
 from vllm_tiered_kv.cli import options as o
+from vllm_tiered_kv.cli.interrupt import ended_as_interrupted
 from vllm_tiered_kv.cli.output import print_json
 from vllm_tiered_kv.policies import Eviction
+from vllm_tiered_kv.replay import BLOCK_TOKENS
 from vllm_tiered_kv.sizing.errors import SizingError
 from vllm_tiered_kv.sizing.gpus import Gpu, Precision, find_gpu
 from vllm_tiered_kv.sizing.parameters import Parameters
@@ -28,12 +32,15 @@ from vllm_tiered_kv.sizing.units import (
 )
 from vllm_tiered_kv.sizing.work import attention_pairs
 
+DEFAULT_GPU = "h100"
+
 LATENCY = 2e-3
 """Seconds: about two steps of an engine that decodes a small model, by which a load is later."""
 
 DEFAULT_RATES = {"cpu": 50e9, "disk": 5e9}
 """A PCIe 5 x16 link one way, and a few NVMe drives: to be replaced by what is measured."""
 
+_NEXT_NAME = re.compile(r",(?=[^,]*=)")
 _MEASURE, _TRACE = "Measuring this machine", "Replaying a trace"
 
 
@@ -60,7 +67,9 @@ def plan(
         list[int] | None,
         typer.Option(help="GPUs that share the model; may be repeated.", show_default="1"),
     ] = None,
-    gpu: Annotated[str, typer.Option(help="The GPU by name.")] = "h100",
+    gpu: Annotated[
+        str | None, typer.Option(help="The GPU by name.", show_default=DEFAULT_GPU)
+    ] = None,
     peak_flops: Annotated[
         str | None, typer.Option(help="Operations a second of one GPU: 1979T.", show_default=False)
     ] = None,
@@ -85,7 +94,9 @@ def plan(
     ] = None,
     request_rate: Annotated[
         float | None,
-        typer.Option(help="Requests a second, for --hit-window.", min=1e-6, show_default=False),
+        typer.Option(
+            help="Requests a second, for --hit-window.", min=1e-6, max=1e6, show_default=False
+        ),
     ] = None,
     new_tokens: Annotated[
         str | None,
@@ -140,9 +151,20 @@ def plan(
     max_requests: Annotated[
         int, typer.Option(help="Of the trace.", rich_help_panel=_TRACE, min=1, max=100_000_000)
     ] = 1_000_000,
+    block_tokens: Annotated[
+        int,
+        typer.Option(
+            help="That one of its hash_ids stands for.",
+            rich_help_panel=_TRACE,
+            min=1,
+            max=1 << 20,
+        ),
+    ] = BLOCK_TOKENS,
     jobs: Annotated[
         int | None,
-        typer.Option(help="Replays at a time.", show_default="processors", rich_help_panel=_TRACE),
+        typer.Option(
+            help="Replays at a time.", show_default="processors", rich_help_panel=_TRACE, min=1
+        ),
     ] = None,
     as_json: o.Json = False,
 ) -> None:
@@ -173,7 +195,8 @@ def plan(
         from vllm_tiered_kv.sizing.measure import Bounds, measure
 
         bounds = Bounds(parse_size(measure_bytes), measure_seconds, measure_threads)
-        measured = measure(folder, bounds)
+        with ended_as_interrupted():
+            measured = measure(folder, bounds)
         given = {**_measured_links(measured.copy.rate, measured.disk_read.rate), **given}
     links = given or {name: Link(name, rate, LATENCY, "assumed") for name, rate in _assumed()}
     question = PlanQuestion(
@@ -202,6 +225,7 @@ def plan(
             store_after=store_after,
             hit_window=parse_seconds(hit_window) if hit_window is not None else None,
             jobs=jobs or len(os.sched_getaffinity(0)),
+            block_tokens=block_tokens,
         )
         report = with_trace(report, found.model, question, links, wanted)
     if plot is not None and report.trace is not None:
@@ -234,11 +258,14 @@ def _need_parameters(parameters: Parameters | None) -> Parameters:
     return parameters
 
 
-def _gpu(name: str, peak_flops: str | None, memory: str | None) -> Gpu:
-    found = find_gpu(name)
-    if peak_flops is not None:
+def _gpu(name: str | None, peak_flops: str | None, memory: str | None) -> Gpu:
+    """Of a GPU that is described by its peak, nothing else is known but what is given."""
+    if peak_flops is None:
+        found = find_gpu(name or DEFAULT_GPU)
+    else:
         peak = parse_number(peak_flops)
-        found = Gpu(f"{peak / 1e12:g} TFLOP/s", found.memory, peak, peak, "--peak-flops")
+        known = find_gpu(name).memory if name is not None else 0
+        found = Gpu(f"{peak / 1e12:g} TFLOP/s", known, peak, peak, "--peak-flops")
     if memory is not None:
         found = msgspec.structs.replace(found, memory=parse_size(memory))
     return found
@@ -251,7 +278,7 @@ def _assumed() -> list[tuple[str, float]]:
 def _links(given: list[str] | None) -> dict[str, Link]:
     """Raises: SizingError: one is not ``NAME=RATE[,LATENCY]``."""
     links = {}
-    for text in given or ():
+    for text in chain.from_iterable(map(_NEXT_NAME.split, given or ())):
         name, value = parse_named(text)
         rate, _, latency = value.partition(",")
         seconds = parse_seconds(latency) if latency else LATENCY

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from vllm_tiered_kv.cli.interrupt import ended_as_interrupted
 from vllm_tiered_kv.cli.size import capacities_of
 from vllm_tiered_kv.policies import Eviction
 from vllm_tiered_kv.sizing.errors import SizingError
@@ -17,7 +18,7 @@ from vllm_tiered_kv.sizing.plan_report import PlanQuestion, PlanReport, TraceWin
 from vllm_tiered_kv.sizing.read import Model
 from vllm_tiered_kv.sizing.timing import Compute, Link
 from vllm_tiered_kv.sizing.trace_report import replay_trace
-from vllm_tiered_kv.sizing.traces import Tiers, Times, block_bytes, load_trace
+from vllm_tiered_kv.sizing.traces import Tiers, Times, load_trace
 
 
 class TraceOptions(msgspec.Struct, frozen=True):
@@ -30,6 +31,7 @@ class TraceOptions(msgspec.Struct, frozen=True):
     store_after: int
     hit_window: float | None
     jobs: int
+    block_tokens: int
 
 
 def with_trace(
@@ -59,21 +61,23 @@ def with_trace(
         disk=links["disk"] if "disk" in capacities else None,
         work=question.work,
         compute=Compute(peak, question.fraction, tp),
+        block_tokens=wanted.block_tokens,
     )
     tiers = [
         Tiers(capacities["cpu"], capacities.get("disk", 0), policy, wanted.store_after)
         for policy in wanted.policies
     ]
-    with _progress() as advance:
+    with ended_as_interrupted(), _progress() as advance:
         replayed = replay_trace(
             wanted.path, wanted.limit, tiers, times, jobs=wanted.jobs, advance=advance
         )
     window = None
     if wanted.hit_window is not None:
-        found = working_set(load_trace(wanted.path, wanted.limit), wanted.hit_window)
+        requests = load_trace(wanted.path, wanted.limit, wanted.block_tokens)
+        found = working_set(requests, wanted.hit_window)
         window = TraceWindowRow(
             wanted.hit_window,
-            found.largest * block_bytes(times.footprint),
+            found.largest * times.block_bytes,
             found.hits / found.blocks,
         )
     return msgspec.structs.replace(report, trace=replayed, trace_window=window)

@@ -15,7 +15,7 @@ import msgspec
 from vllm_tiered_kv.mistakes import explain_json
 
 BLOCK_TOKENS = 512
-"""Tokens that one of ``hash_ids`` stands for."""
+"""Tokens that one of ``hash_ids`` stands for in traces as published."""
 
 MAX_LINE = 1 << 20
 MAX_BLOCKS = 1 << 16
@@ -39,21 +39,24 @@ class TraceError(ValueError):
     """A trace that cannot be replayed; the message names the file and the line."""
 
 
-def read_trace(path: Path) -> Iterator[Request]:
+def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> Iterator[Request]:
     """The requests of a file, one by one; ``.gz`` and ``.xz`` are unpacked.
 
     Raises:
-        TraceError: a line is not a request, or gives a block another prefix than before.
+        TraceError: a line is not a request, gives a block another prefix than before, or more
+            blocks of ``block_tokens`` tokens than its prompt has.
         OSError: the file cannot be read.
     """
     try:
         with _open(path) as lines:
-            yield from decode_trace(_bounded(lines), str(path))
+            yield from decode_trace(_bounded(lines), str(path), block_tokens)
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: cannot be unpacked: {error}") from None
 
 
-def decode_trace(lines: Iterable[bytes], name: str) -> Iterator[Request]:
+def decode_trace(
+    lines: Iterable[bytes], name: str, block_tokens: int = BLOCK_TOKENS
+) -> Iterator[Request]:
     """The requests of lines of JSON; empty lines are passed over.
 
     Raises:
@@ -81,6 +84,11 @@ def decode_trace(lines: Iterable[bytes], name: str) -> Iterator[Request]:
                     f"{parents[block]} before; equal ids have to mean equal prefixes"
                 )
             parent = block
+        if (len(request.hash_ids) - 1) * block_tokens >= max(request.input_length, 1):
+            raise TraceError(
+                f"{name}, line {number}: {len(request.hash_ids)} blocks of a prompt of "
+                f"{request.input_length} tokens, so they do not stand for {block_tokens} each"
+            )
         yield request
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from vllm_tiered_kv.sizing.layers import Footprint, Shape
+from vllm_tiered_kv.sizing.units import show_bytes
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -23,6 +24,15 @@ class Device(msgspec.Struct, frozen=True):
     def free(self) -> int:
         """Bytes left on one GPU for KV, at most: activations and graphs come out of it too."""
         return max(0, int(self.memory * self.utilisation) - -(-self.weights // self.tp))
+
+
+def note_of_weights(device: Device) -> str:
+    """For a device on which nothing is free."""
+    gpus = "one GPU" if device.tp == 1 else f"{device.tp} GPUs"
+    return (
+        f"the weights, {show_bytes(device.weights)}, do not fit {gpus} of "
+        f"{show_bytes(device.memory)} x {device.utilisation:g}"
+    )
 
 
 def requests_that_fit(shape: Shape, device: Device, tokens: int) -> int:

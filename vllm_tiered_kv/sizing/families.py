@@ -12,25 +12,57 @@ import msgspec
 
 from vllm_tiered_kv.sizing.hf_config import HfConfig
 
-_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 
+def _of(kv_heads: int | None = None, head_dim: int | None = None, **more: int) -> dict[str, int]:
+    given = {"num_key_value_heads": kv_heads, "head_dim": head_dim, **more}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+# A text model inside another is written without what its family says, KV heads among it.
 DEFAULTS = MappingProxyType(
     {
-        "gemma": {"head_dim": 256},
-        "gemma2": {"head_dim": 256, "sliding_window": 4096},
-        "gemma3_text": {**_GEMMA3, "sliding_window": 4096, "vocab_size": 262_208},
-        "gemma3n_text": {
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "sliding_window": 512,
-            "num_kv_shared_layers": 15,
-        },
-        "gpt_oss": {"head_dim": 64, "sliding_window": 128},
-        "qwen3_next": {"head_dim": 256},
-        "qwen3_5_text": {"head_dim": 256},
-        "qwen3_5_moe_text": {"head_dim": 256},
-        "gemma4_text": {**_GEMMA3, "sliding_window": 512},
+        "bamba": _of(8),
+        "ernie4_5": _of(2, 128),
+        "ernie4_5_moe": _of(4),
+        "falcon_h1": _of(8),
+        "gemma": _of(16, 256),
+        "gemma2": _of(4, 256, sliding_window=4096),
+        "gemma3_text": _of(4, 256, num_attention_heads=8, sliding_window=4096, vocab_size=262_208),
+        "gemma3n_text": _of(
+            2, 256, num_attention_heads=8, sliding_window=512, num_kv_shared_layers=15
+        ),
+        "gemma4_text": _of(4, 256, num_attention_heads=8, sliding_window=512),
+        "glm4": _of(2, 128),
+        "glm4_moe": _of(8),
+        "glm4v_moe_text": _of(8),
+        "glm4v_text": _of(2),
+        "gpt_oss": _of(8, 64, sliding_window=128),
+        "jamba": _of(8),
+        "lfm2": _of(8),
+        "lfm2_moe": _of(8),
+        "llama4_text": _of(8, 128),
+        "minimax": _of(8),
+        "ministral": _of(8),
+        "ministral3": _of(8, 128),
+        "mistral": _of(8),
+        "mixtral": _of(8),
+        "nemotron_h": _of(8, 128),
+        "qwen2": _of(32),
+        "qwen2_5_omni_text": _of(4),
+        "qwen2_5_vl_text": _of(8),
+        "qwen2_moe": _of(16),
+        "qwen2_vl_text": _of(8),
+        "qwen3": _of(32, 128),
+        "qwen3_5_moe_text": _of(2, 256),
+        "qwen3_5_text": _of(4, 256),
+        "qwen3_moe": _of(4),
+        "qwen3_next": _of(2, 256),
+        "qwen3_omni_moe_text": _of(4),
+        "qwen3_vl_moe_text": _of(16),
+        "qwen3_vl_text": _of(32, 128),
+        "seed_oss": _of(8, 128),
+        "smollm3": _of(4),
+        "starcoder2": _of(2),
     }
 )
 
@@ -51,6 +83,24 @@ LAST_IS_FULL = frozenset({"gemma4_text"})
 
 # Every n-th layer has full attention, the others a recurrent state.
 FULL_INTERVAL = MappingProxyType({"qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4})
+
+HEADS_ALIKE = frozenset(
+    {
+        *(
+            "apertus",
+            "bloom",
+            "codegen",
+            "cohere",
+            "cohere2",
+            "gpt2",
+            "gpt_neox",
+            "gptj",
+            "granite",
+        ),
+        *("granite", "llama", "olmo", "olmo2", "olmo3", "opt", "persimmon", "phi", "phi3"),
+    }
+)
+"""These have a KV head for each query head unless the file says otherwise."""
 
 EXTRA_WINDOW_TOKENS = MappingProxyType({"cohere2": 1})
 """These see a token more than ``sliding_window`` says."""

@@ -26,13 +26,17 @@ def find_config(model: str, environ: Mapping[str, str] = os.environ) -> Path:
     Raises:
         SizingError: there is none.
     """
-    path = Path(model).expanduser()
-    if path.is_file():
-        return path
-    if path.is_dir():
-        if not (path / CONFIG).is_file():
-            raise SizingError(f"the folder {path} holds no {CONFIG}")
-        return path / CONFIG
+    try:
+        path = Path(model).expanduser()
+        if path.is_file():
+            return path
+        if path.is_dir():
+            if not (path / CONFIG).is_file():
+                raise SizingError(f"the folder {path} holds no {CONFIG}")
+            return path / CONFIG
+    except (OSError, RuntimeError) as error:  # too long a name, or ~ of somebody who is not there
+        reason = getattr(error, "strerror", None) or error
+        raise SizingError(f"{model[:200]} cannot be looked at: {reason}") from None
     cache = hub_cache(environ)
     if _NAME.fullmatch(model) is None or ".." in model:
         raise SizingError(f"{model}: no such file or folder")
@@ -40,7 +44,7 @@ def find_config(model: str, environ: Mapping[str, str] = os.environ) -> Path:
     if not folder.is_dir():
         raise SizingError(
             f"{model}: no such file or folder, nor such a name in the local hub cache, {cache}; "
-            f'"hf download {model} config.json" puts it there'
+            f"'hf download {model} --include \"*.json\"' puts it there"
         )
     snapshot = _snapshot(folder)
     if snapshot is None or not (snapshot / CONFIG).is_file():

@@ -67,16 +67,20 @@ GPUS = MappingProxyType(
 )
 
 
+_SAYS_NOTHING = re.compile(r"nvidia|amd|instinct|sxm\d?|hbm\d\w?|80gb|oam")
+"""Words of longer names that the shorter ones do without."""
+_OTHERWISE = MappingProxyType({"a100-pcie": "a100", "a100-pcie-40gb": "a100-40gb"})
+
+
 def find_gpu(name: str) -> Gpu:
-    """``"H100"``, ``"NVIDIA H100 NVL"`` -> the GPU.
+    """``"H100"``, ``"NVIDIA H100 NVL"``, also as nvidia-smi prints it -> the GPU.
 
     Raises:
         SizingError: it is not in the table.
     """
-    key = re.sub(r"[\s_]+", "-", name.strip().lower())
-    for prefix in ("nvidia-", "amd-", "instinct-"):
-        key = key.removeprefix(prefix)
-    key = key.removesuffix("-sxm").removesuffix("-80gb")
+    words = re.split(r"[\s_-]+", name.strip().lower())
+    key = "-".join(word for word in words if _SAYS_NOTHING.fullmatch(word) is None)
+    key = _OTHERWISE.get(key, key)
     if key not in GPUS:
         raise SizingError(
             f"{name!r} is not a GPU known here: {', '.join(GPUS)}; give --peak-flops and --memory"

@@ -17,6 +17,8 @@ from vllm_tiered_kv.mistakes import REFUSED, explain
 from vllm_tiered_kv.sizing.errors import SizingError
 
 MAX_CONFIG_BYTES = 16 << 20
+QUANTISATION = "hf_quant_config.json"
+"""ModelOpt's file beside an older ``config.json`` that does not say how it is quantised."""
 MAX_LAYERS = 4096
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
@@ -56,9 +58,19 @@ class NestedAttention(msgspec.Struct, frozen=True):
     kv_n_heads: Count | None = None
 
 
+class NestedExperts(msgspec.Struct, frozen=True):
+    """``ffn_config`` of DBRX."""
+
+    ffn_hidden_size: Count | None = None
+    moe_num_experts: Count | None = None
+    moe_top_k: Count | None = None
+
+
 class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A ``config.json``, or the part of it that describes the text model."""
 
+    inside: bool = False
+    """It is a part: what is not in it may be what its family says."""
     model_type: str | None = None
     torch_dtype: str | None = None
     dtype: str | None = None
@@ -71,6 +83,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: Count | None = None
     hidden_size: Count | None = None
     n_embd: Count | None = None
+    n_embed: Count | None = None
     d_model: Count | None = None
     num_attention_heads: Count | None = None
     n_head: Count | None = None
@@ -165,20 +178,27 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: Counts = None
     num_local_experts: Counts = None
     n_routed_experts: Counts = None
+    moe_num_experts: Counts = None
     num_experts_per_tok: Counts = None
     num_experts_per_token: Counts = None
+    moe_k: Counts = None
+    moe_top_k: Counts = None
+    moe_topk: Counts = None
     moe_intermediate_size: Counts = None
     n_shared_experts: Counts = None
     num_shared_experts: Counts = None
+    moe_num_shared_experts: Counts = None
     shared_expert_intermediate_size: Count | None = None
     moe_shared_expert_intermediate_size: Count | None = None
     shared_intermediate_size: Count | None = None
     first_k_dense_replace: Count | None = None
+    moe_layer_start_index: Counts = None
     moe_layer_freq: Counts = None
     decoder_sparse_step: Count | None = None
     interleave_moe_layer_step: Count | None = None
     expert_layer_period: Count | None = None
     expert_layer_offset: Count | None = None
+    ffn_config: NestedExperts | None = None
     vocab_size_per_layer_input: Count | None = None
     hidden_size_per_layer_input: Count | None = None
 
@@ -201,31 +221,36 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
+HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
+"""Names for the numbers of a token between layers."""
+
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Where a multimodal model describes its text model; ``thinker_config`` has one of these."""
 
 
-def decode_config(data: bytes, name: str) -> HfConfig:
+def decode_config(data: bytes, name: str, quantisation: bytes | None = None) -> HfConfig:
     """The text model's part of a ``config.json``.
 
     What it lacks and all parts share (formats, quantisation) is taken from the whole.
 
+    Args:
+        quantisation: what :data:`QUANTISATION` holds, where it is there.
+
     Raises:
         SizingError: it is not such a file; ``name`` says which.
     """
-    try:
-        # Not msgspec's decoder: these files may hold Infinity.
-        raw = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise SizingError(f"{name} is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise SizingError(f"{name} does not hold an object")
+    raw = _object(data, name)
+    if raw.get("quantization_config") is None:
+        if quantisation is not None:
+            raw["quantization_config"] = _object(quantisation, QUANTISATION)
+        else:  # the older name
+            raw["quantization_config"] = raw.get("compression_config")
     text, path = _text_part(raw)
     for key in ("torch_dtype", "dtype", "quantization_config"):
         if text.get(key) is None and raw.get(key) is not None:
             text = {**text, key: raw[key]}
     try:
-        return msgspec.convert(text, HfConfig)
+        return msgspec.convert({**text, "inside": bool(path)}, HfConfig)
     except REFUSED as error:
         raise SizingError(f"{name}{path}: {explain(error, text, HfConfig)}") from None
     except RecursionError:
@@ -238,6 +263,12 @@ def read_config(path: Path) -> HfConfig:
     Raises:
         SizingError: it cannot be read, or is not such a file.
     """
+    beside = path.with_name(QUANTISATION)
+    quantisation = _read(beside) if beside.is_file() else None
+    return decode_config(_read(path), str(path), quantisation)
+
+
+def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
@@ -245,7 +276,18 @@ def read_config(path: Path) -> HfConfig:
         raise SizingError(f"{path} cannot be read: {error.strerror}") from None
     if len(data) > MAX_CONFIG_BYTES:
         raise SizingError(f"{path} is longer than {MAX_CONFIG_BYTES} bytes")
-    return decode_config(data, str(path))
+    return data
+
+
+def _object(data: bytes, name: str) -> dict[str, Any]:
+    try:
+        # Not msgspec's decoder: these files may hold Infinity.
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise SizingError(f"{name} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise SizingError(f"{name} does not hold an object")
+    return found
 
 
 def _text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -8,6 +8,7 @@ in a folder of its own that is removed again.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -17,7 +18,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,7 +27,7 @@ from vllm_tiered_kv.sizing.errors import SizingError
 from vllm_tiered_kv.tiers.disk.direct import IoMode, aligned_buffer, probe
 from vllm_tiered_kv.tiers.disk.files import Files
 from vllm_tiered_kv.tiers.disk.format import ChunkFacts
-from vllm_tiered_kv.tiers.disk.results import ReadStatus, WriteStatus
+from vllm_tiered_kv.tiers.disk.results import Read, ReadStatus, WriteStatus, Written
 from vllm_tiered_kv.tiers.disk.store import RankFolder
 
 CHUNK_BYTES = 4 << 20
@@ -35,6 +36,9 @@ MAX_SECONDS = 120.0
 MAX_THREADS = 16
 GRACE = 10.0
 """Seconds beyond the bound for calls under way to end."""
+
+Over = Callable[[], bool]
+"""Whether it is time to end."""
 
 _NAMESPACE = "measure"
 _FACTS = ChunkFacts((bytes(32),), 1, 0, 1)
@@ -84,18 +88,32 @@ def measure(folder: Path, bounds: Bounds, files: Files | None = None) -> Measure
     files = files or Files()
     copied = measure_copy(bounds)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        room = shutil.disk_usage(folder).free
-        if room < 2 * bounds.nbytes:
-            raise SizingError(
-                f"{folder} has {room} bytes left; to write {bounds.nbytes} twice as many are asked"
-            )
-        with tempfile.TemporaryDirectory(
-            prefix="tiered-kv-measure-", dir=folder, ignore_cleanup_errors=True
-        ) as name:
-            return _measure_disk(Path(name), bounds, files, copied)
+        with _made(folder):
+            room = shutil.disk_usage(folder).free
+            if room < 2 * bounds.nbytes:
+                raise SizingError(
+                    f"{folder} has {room} bytes left; to write {bounds.nbytes} twice as many are "
+                    "asked"
+                )
+            with tempfile.TemporaryDirectory(
+                prefix="tiered-kv-measure-", dir=folder, ignore_cleanup_errors=True
+            ) as name:
+                return _measure_disk(Path(name), bounds, files, copied)
     except OSError as error:
         raise SizingError(f"{folder}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """The folder is there; what of it was not before is gone again after the block."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for each in missing:
+            with contextlib.suppress(OSError):
+                each.rmdir()
 
 
 def measure_copy(bounds: Bounds) -> Speed:
@@ -114,14 +132,14 @@ def measure_copy(bounds: Bounds) -> Speed:
         pairs.append(pair)
     laps = max(1, bounds.nbytes // (size * bounds.threads))
 
-    def work(thread: int, deadline: float) -> int:
+    def work(thread: int, over: Over) -> int:
         source, target = (ctypes.c_char * size).from_buffer(pairs[thread][0]), pairs[thread][1]
         view = (ctypes.c_char * size).from_buffer(target)
         done = 0
         for _ in range(laps):
             ctypes.memmove(view, source, size)  # without the GIL
             done += size
-            if time.monotonic() > deadline:
+            if over():
                 break
         return done
 
@@ -138,28 +156,28 @@ def _measure_disk(folder: Path, bounds: Bounds, files: Files, copied: Speed) -> 
         buffer[:] = os.urandom(CHUNK_BYTES)
     written = [False] * count
 
-    def write(thread: int, deadline: float) -> int:
+    def write(thread: int, over: Over) -> int:
         done = 0
         for number in range(thread, count, bounds.threads):
             answer = rank.write(names[number], 0, buffers[thread], CHUNK_BYTES, _FACTS, 0)
             if answer.status is not WriteStatus.WRITTEN:
-                raise SizingError(f"{folder} cannot be written to: {answer.reason}")
+                raise SizingError(f"{folder} cannot be written to: {_why(answer)}")
             written[number] = True
             done += CHUNK_BYTES
-            if time.monotonic() > deadline:
+            if over():
                 break
         return done
 
-    def read(thread: int, deadline: float) -> int:
+    def read(thread: int, over: Over) -> int:
         done = 0
         for number in range(thread, count, bounds.threads):
             if not written[number]:
                 continue
             answer = rank.read(names[number], 0, buffers[thread], CHUNK_BYTES)
             if answer.status is not ReadStatus.OK:
-                raise SizingError(f"{folder} cannot be read from: {answer.reason}")
+                raise SizingError(f"{folder} cannot be read from: {_why(answer)}")
             done += CHUNK_BYTES
-            if time.monotonic() > deadline:
+            if over():
                 break
         return done
 
@@ -184,7 +202,12 @@ def _drop_from_cache(folder: Path, files: Files) -> None:
             os.close(fd)
 
 
-def _in_threads(work: Callable[[int, float], int], bounds: Bounds, what: str) -> Speed:
+def _why(answer: Written | Read) -> str:
+    reason = answer.reason.value if answer.reason is not None else answer.status.value
+    return str(reason).replace("_", " ")
+
+
+def _in_threads(work: Callable[[int, Over], int], bounds: Bounds, what: str) -> Speed:
     """Bytes that all threads moved, and seconds from the first begin to the last end.
 
     A thread that never returns is left behind, as no call of it can be ended.
@@ -192,15 +215,39 @@ def _in_threads(work: Callable[[int, float], int], bounds: Bounds, what: str) ->
     ended: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
     begin = time.monotonic()
     deadline = begin + bounds.seconds
+    stopped = threading.Event()
+
+    def over() -> bool:
+        return stopped.is_set() or time.monotonic() > deadline
 
     def run(thread: int) -> None:
         try:
-            ended.put(work(thread, deadline))
+            ended.put(work(thread, over))
         except Exception as error:  # noqa: BLE001 - handed to the caller
             ended.put(error)
 
-    for thread in range(bounds.threads):
-        threading.Thread(target=run, args=(thread,), daemon=True).start()
+    threads = [
+        threading.Thread(target=run, args=(number,), name=f"measure-{number}", daemon=True)
+        for number in range(bounds.threads)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        moved = _moved(ended, bounds, deadline, what)
+    except KeyboardInterrupt:
+        stopped.set()  # or they would fill the folder that is being removed
+        for thread in threads:
+            if thread.is_alive():
+                thread.join(GRACE)
+        raise
+    if not moved:
+        raise SizingError(f"{what} moved nothing in {bounds.seconds:g} s")
+    return Speed(moved, max(time.monotonic() - begin, 1e-9))
+
+
+def _moved(
+    ended: queue.SimpleQueue[int | Exception], bounds: Bounds, deadline: float, what: str
+) -> int:
     moved = 0
     failed: Exception | None = None
     for _ in range(bounds.threads):  # all, also where one failed: they write to the same folder
@@ -215,9 +262,7 @@ def _in_threads(work: Callable[[int, float], int], bounds: Bounds, what: str) ->
             moved += answer
     if failed is not None:
         raise failed
-    if not moved:
-        raise SizingError(f"{what} moved nothing in {bounds.seconds:g} s")
-    return Speed(moved, max(time.monotonic() - begin, 1e-9))
+    return moved
 
 
 def _check(bounds: Bounds) -> None:

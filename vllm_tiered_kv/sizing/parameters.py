@@ -13,7 +13,7 @@ import msgspec
 
 from vllm_tiered_kv.sizing import families
 from vllm_tiered_kv.sizing.errors import SizingError
-from vllm_tiered_kv.sizing.hf_config import HfConfig
+from vllm_tiered_kv.sizing.hf_config import HIDDEN, HfConfig
 from vllm_tiered_kv.sizing.kinds import Kind, count_layers, layer_kinds
 from vllm_tiered_kv.sizing.read import attention_heads, head_dim, kv_heads
 from vllm_tiered_kv.sizing.states import inner_width
@@ -33,6 +33,7 @@ _OWN_ROLES = {
     "E": _Role.EXPERTS,
     "moe": _Role.EXPERTS,
 }
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk")
 _OF_THEIR_OWN = frozenset(_OWN_ROLES)
 """Where these are layers of their own, the others have none."""
 
@@ -59,7 +60,10 @@ def estimate(config: HfConfig) -> Parameters | None:
 
 
 def _count(config: HfConfig) -> Parameters | None:
-    hidden = config.first("hidden_size", "n_embd", "d_model")
+    if config.ffn_config is not None:
+        given = msgspec.structs.asdict(config.ffn_config)
+        config = msgspec.structs.replace(config, **given, ffn_config=None)
+    hidden = config.first(*HIDDEN)
     if hidden is None or not config.vocab_size or config.model_type in families.TWO_ATTENTIONS:
         return None
     kinds = layer_kinds(msgspec.structs.replace(config, num_kv_shared_layers=None))
@@ -128,8 +132,7 @@ def _feed_forward(config: HfConfig, index: int, hidden: int) -> tuple[int, int]:
             width = config.intermediate_size_mlp
         dense = matrices * hidden * width
         return dense, dense
-    count = config.first("n_routed_experts", "num_experts", "num_local_experts") or 1
-    chosen = config.first("num_experts_per_tok", "num_experts_per_token") or 1
+    count, chosen = _experts(config), config.first(*_CHOSEN) or 1
     own = config.first("moe_intermediate_size") or width
     shared = _shared_width(config, own)
     always = matrices * hidden * shared + hidden * count
@@ -154,12 +157,18 @@ def _shared_width(config: HfConfig, own: int) -> int:
         return given
     if (config.model_type or "").startswith("llama4"):
         return own
-    return own * (config.first("n_shared_experts", "num_shared_experts") or 0)
+    shared = config.first("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    return own * (shared or 0)
+
+
+def _experts(config: HfConfig) -> int:
+    names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+    return config.first(*names) or 1
 
 
 def _has_experts(config: HfConfig, index: int) -> bool:
-    count = config.first("n_routed_experts", "num_experts", "num_local_experts") or 0
-    if count <= 1 or index < (config.first_k_dense_replace or 0):
+    dense = config.first("first_k_dense_replace", "moe_layer_start_index") or 0
+    if _experts(config) <= 1 or index < dense:
         return False
     if isinstance(config.moe_layer_freq, list):
         return index < len(config.moe_layer_freq) and config.moe_layer_freq[index] > 0

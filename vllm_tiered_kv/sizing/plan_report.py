@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from vllm_tiered_kv.sizing.capacity import Device, requests_that_fit
+from vllm_tiered_kv.sizing.capacity import Device, note_of_weights, requests_that_fit
 from vllm_tiered_kv.sizing.gpus import Gpu, Precision
 from vllm_tiered_kv.sizing.hit_window import capacity_for
 from vllm_tiered_kv.sizing.measure import Measured
@@ -83,7 +83,7 @@ class LengthRow(msgspec.Struct, frozen=True):
     compute_seconds: float
     fetch: tuple[FetchRow, ...]
     resident: int | None
-    """Such prompts whose KV fits the GPUs; None where the weights are not known."""
+    """Such prompts whose KV fits the GPUs; None where weights or memory are not known."""
 
 
 class BreakEvenRow(msgspec.Struct, frozen=True):
@@ -184,7 +184,7 @@ def plan_report(
         hit_window=window,
         trace_window=None,
         trace=None,
-        notes=tuple(_notes(question, precision)),
+        notes=tuple(_notes(question, precision, weights)),
     )
 
 
@@ -198,17 +198,25 @@ def _length_row(
         taken = fetch_seconds(footprint, link, tokens)
         choice = Choice.FETCH if taken <= seconds else Choice.COMPUTE
         fetch.append(FetchRow(link.name, taken, seconds / taken, choice))
-    resident = None
-    if weights is not None:
-        device = Device(question.gpu.memory, question.utilisation, weights.nbytes, compute.gpus)
-        resident = requests_that_fit(model.shape, device, tokens)
+    device = _device(question, weights, compute.gpus)
+    resident = requests_that_fit(model.shape, device, tokens) if device is not None else None
     nbytes = footprint.request_bytes(tokens)
     return LengthRow(tokens, compute.gpus, nbytes, seconds, tuple(fetch), resident)
 
 
-def _notes(question: PlanQuestion, precision: Precision) -> list[str]:
+def _device(question: PlanQuestion, weights: Weights | None, tp: int) -> Device | None:
+    if weights is None or not question.gpu.memory:
+        return None
+    return Device(question.gpu.memory, question.utilisation, weights.nbytes, tp)
+
+
+def _notes(question: PlanQuestion, precision: Precision, weights: Weights | None) -> list[str]:
     notes = []
-    if precision is Precision.FP8:
+    devices = (_device(question, weights, tp) for tp in question.tps)
+    notes += [
+        note_of_weights(device) for device in devices if device is not None and not device.free
+    ]
+    if precision is Precision.FP8 and question.gpu.fp8_flops != question.gpu.bf16_flops:
         notes.append(
             "computing in FP8, the faster way, so that fetching is not flattered; with "
             "--precision bf16 it takes twice as long on most GPUs"

@@ -11,7 +11,7 @@ import msgspec
 from vllm_tiered_kv.sizing import families
 from vllm_tiered_kv.sizing.dtypes import Dtype, parse_dtype
 from vllm_tiered_kv.sizing.errors import SizingError
-from vllm_tiered_kv.sizing.hf_config import HfConfig
+from vllm_tiered_kv.sizing.hf_config import HIDDEN, HfConfig
 from vllm_tiered_kv.sizing.kinds import Kind, layer_kinds
 from vllm_tiered_kv.sizing.layers import AttentionLayers, Reach, Shape, StateLayers
 from vllm_tiered_kv.sizing.states import state_layers
@@ -87,7 +87,7 @@ def read_model(config: HfConfig, choices: Choices) -> Model:
 def _full(config: HfConfig, count: int, kv: Dtype) -> list[AttentionLayers]:
     if config.block_configs:
         return _pruned(config, kv)
-    if config.kv_lora_rank and config.model_type not in families.EXPANDED_LATENT:
+    if _is_latent(config):
         return _latent(config, count, kv)
     layers = _heads(config, count, kv)
     family = config.model_type or ""
@@ -97,6 +97,10 @@ def _full(config: HfConfig, count: int, kv: Dtype) -> list[AttentionLayers]:
         heads = heads or layers.kv_heads
         layers = msgspec.structs.replace(layers, kv_heads=heads, key_dim=dim, value_dim=dim)
     return [layers]
+
+
+def _is_latent(config: HfConfig) -> bool:
+    return bool(config.kv_lora_rank) and config.model_type not in families.EXPANDED_LATENT
 
 
 def _latent(config: HfConfig, count: int, kv: Dtype) -> list[AttentionLayers]:
@@ -176,6 +180,11 @@ def kv_heads(config: HfConfig) -> int:
     )
     if given is None and config.attn_config is not None:
         given = config.attn_config.kv_n_heads
+    if given is None and config.inside and config.model_type not in families.HEADS_ALIKE:
+        raise SizingError(
+            "num_key_value_heads is missing where the file describes the text model, and what "
+            f"{config.model_type} has then is not known here; give --kv-heads"
+        )
     return given or attention_heads(config)
 
 
@@ -190,12 +199,14 @@ def head_dim(config: HfConfig) -> int:
     given = config.first("head_dim", "kv_channels", "hidden_size_per_head")
     if given is not None:
         return given
-    hidden = config.first("hidden_size", "n_embd", "d_model")
+    hidden, heads = config.first(*HIDDEN), attention_heads(config)
     if hidden is None:
         raise SizingError("head_dim is missing, and hidden_size as well; give --head-dim")
+    if hidden < heads:
+        raise SizingError(f"hidden_size {hidden} is less than one number for each of {heads} heads")
     if config.model_type == "zamba2":
         hidden *= 2  # its attention sees the layer's input and the model's side by side
-    return hidden // attention_heads(config)
+    return hidden // heads
 
 
 def _model_dtype(config: HfConfig) -> Dtype:
@@ -210,27 +221,39 @@ def _model_dtype(config: HfConfig) -> Dtype:
 def _kv_dtype(config: HfConfig, asked: Dtype | None, model: Dtype) -> tuple[Dtype, str]:
     if asked is not None:
         return asked, "--kv-dtype"
-    scheme = _quantised_cache(config.quantization_config or {})
+    scheme = _quantised_cache(config)
     if scheme is not None:
         return scheme, "quantization_config"
     named = config.dtype or config.torch_dtype
     return model, f"the model's {named}" if named else "no format is given: 16 bits"
 
 
-def _quantised_cache(quantisation: dict[str, Any]) -> Dtype | None:
-    """The cache's format where the checkpoint's tool (ModelOpt) has set one; vLLM follows it."""
-    if not str(quantisation.get("quant_method", "")).startswith("modelopt"):
+def _quantised_cache(config: HfConfig) -> Dtype | None:
+    """The cache's format where the checkpoint's tool has set one and vLLM follows it."""
+    quantisation = config.quantization_config or {}
+    method = str(quantisation.get("quant_method", "")).lower().replace("_", "-")
+    producer = quantisation.get("producer")
+    by_modelopt = isinstance(producer, dict) and producer.get("name") == "modelopt"
+    if method == "compressed-tensors" and not _is_latent(config):  # llm-compressor
+        found = quantisation.get("kv_cache_scheme")
+        return _of_scheme(found) if isinstance(found, dict) else None
+    if not (by_modelopt or method.startswith("modelopt")):
         return None
     inner = quantisation.get("quantization")
     places = [inner, quantisation] if isinstance(inner, dict) else [quantisation]
     for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
         for place in places:
             found = place.get(name)
-            if isinstance(found, dict) and found.get("type") == "float":
-                return Dtype.FP8 if found.get("num_bits") == 8 else _refuse(found)
+            if isinstance(found, dict):
+                return _of_scheme(found)
             if isinstance(found, str):
                 return Dtype.FP8 if found.lower() == "fp8" else _refuse(found)
     return None
+
+
+def _of_scheme(scheme: dict[str, Any]) -> Dtype:
+    is_fp8 = scheme.get("type") == "float" and scheme.get("num_bits") == 8
+    return Dtype.FP8 if is_fp8 else _refuse(scheme)
 
 
 def _refuse(found: object) -> Dtype:

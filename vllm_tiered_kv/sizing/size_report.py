@@ -10,6 +10,7 @@ import msgspec
 from vllm_tiered_kv.sizing.capacity import (
     Device,
     conversations_that_fit,
+    note_of_weights,
     requests_that_fit,
     tokens_that_fit,
 )
@@ -131,7 +132,7 @@ def size_report(
     """Answer a question.
 
     Raises:
-        SizingError: the layers cannot be divided over the GPUs, or the weights do not fit.
+        SizingError: the layers cannot be divided over the GPUs.
     """
     shape, tp = model.shape, question.tp
     one, all_ranks = shape.one_copy(), shape.on_all_ranks(tp)
@@ -173,7 +174,7 @@ def size_report(
             )
             for tier, capacity in question.capacities.items()
         ),
-        notes=tuple(_notes(model, question, weights)),
+        notes=tuple(_notes(model, question, device)),
     )
 
 
@@ -212,7 +213,7 @@ def _layer_rows(shape: Shape) -> tuple[LayerRow, ...]:
     return tuple(rows)
 
 
-def _notes(model: Model, question: Question, weights: Weights | None) -> list[str]:
+def _notes(model: Model, question: Question, device: Device | None) -> list[str]:
     notes = []
     shape = model.shape
     reaches = {group.reach for group in shape.attention}
@@ -234,8 +235,10 @@ def _notes(model: Model, question: Question, weights: Weights | None) -> list[st
             "one recurrent state a request or conversation is counted; vLLM holds two while it "
             "computes, and a tier one for each point where a prefix was left"
         )
-    if question.gpu is not None and weights is None:
+    if question.gpu is not None and device is None:
         notes.append("the weights' size is not known, so no requests: give --weights or --params")
-    elif question.gpu is not None:
+    elif device is not None and not device.free:
+        notes.append(note_of_weights(device))
+    elif device is not None:
         notes.append("activations and CUDA graphs take some of what is counted as free")
     return notes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from vllm_tiered_kv.sizing.dtypes import Dtype, parse_dtype
 from vllm_tiered_kv.sizing.errors import SizingError
-from vllm_tiered_kv.sizing.hf_config import HfConfig
+from vllm_tiered_kv.sizing.hf_config import HIDDEN, HfConfig
 from vllm_tiered_kv.sizing.layers import StateLayers
 
 
@@ -55,7 +55,7 @@ def inner_width(config: HfConfig) -> int:
         return heads * config.mamba_head_dim
     if config.mamba_d_ssm:
         return config.mamba_d_ssm
-    hidden = _need(config, "--", "hidden_size", "d_model", "n_embd")
+    hidden = _need(config, "--", *HIDDEN)
     return int((config.mamba_expand or config.expand or 2) * hidden)
 
 

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
+from vllm_tiered_kv.config import memory_limit
 from vllm_tiered_kv.policies import Eviction
 from vllm_tiered_kv.replay import Request
 from vllm_tiered_kv.sizing.traces import (
@@ -17,7 +20,6 @@ from vllm_tiered_kv.sizing.traces import (
     Tiers,
     Times,
     TraceFacts,
-    block_bytes,
     curve_point,
     load_trace,
     replay_tiers,
@@ -28,6 +30,8 @@ SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
 """Capacities of the curve, as shares of the trace's distinct blocks."""
 
 MAX_JOBS = 64
+BLOCK_MEMORY = 1000
+"""Bytes that a replay takes for each block of its trace, at most."""
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
@@ -84,8 +88,8 @@ def replay_trace(
     Raises:
         SizingError: the trace cannot be replayed, or a tier is too small.
     """
-    requests = load_trace(path, limit)
-    size = block_bytes(times.footprint)
+    requests = load_trace(path, limit, times.block_tokens)
+    size = times.block_bytes
     facts = trace_facts(requests, size)
     policies: list[Eviction | None] = [each.policy for each in tiers]
     counts = [max(1, int(share * facts.distinct_blocks)) for share in SHARES]
@@ -94,13 +98,14 @@ def replay_trace(
     tasks += [_Task(None, policy, blocks) for policy, blocks in points]
     outcomes: list[TierOutcome] = []
     rates: list[float] = []
-    for result in _run(tasks, requests, (path, limit, times, facts.seconds), jobs):
-        if isinstance(result, TierOutcome):
-            outcomes.append(result)
-        else:
-            rates.append(result)
-        if advance is not None:
-            advance(len(outcomes) + len(rates), len(tasks))
+    with closing(_run(tasks, requests, (path, limit, times, facts.seconds), jobs)) as results:
+        for result in results:
+            if isinstance(result, TierOutcome):
+                outcomes.append(result)
+            else:
+                rates.append(result)
+            if advance is not None:
+                advance(len(outcomes) + len(rates), len(tasks))
     curve = tuple(
         CurvePoint(
             policy=policy.value if policy is not None else "knows the future",
@@ -118,26 +123,34 @@ def _run(
     requests: tuple[Request, ...],
     start: tuple[Path, int, Times, float],
     jobs: int,
-) -> Iterator[TierOutcome | float]:
-    """Results in the order of the tasks."""
-    jobs = min(jobs, len(tasks), MAX_JOBS)
+) -> Generator[TierOutcome | float, None, None]:
+    """Results in the order of the tasks. Close the generator to end the processes."""
+    blocks = sum(len(request.hash_ids) for request in requests)
+    jobs = min(jobs, len(tasks), MAX_JOBS, memory_limit() // (2 * blocks * BLOCK_MEMORY))
     if jobs <= 1:
         _, _, times, seconds = start
         for task in tasks:
             yield _replay(task, requests, times, seconds)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _begin, start[:2]) as pool:
+    before = frozenset(multiprocessing.active_children())
+    with ProcessPoolExecutor(jobs, context, _begin, start[:3]) as pool:
         futures = [pool.submit(_replay_here, task, *start[2:]) for task in tasks]
         try:
             for future in futures:
                 yield future.result()
+        except BaseException:
+            # A replay takes minutes, and an executor that is left waits for those under way.
+            for process in frozenset(multiprocessing.active_children()) - before:
+                process.terminate()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _begin(path: Path, limit: int) -> None:
-    _Loaded.requests = load_trace(path, limit)
+def _begin(path: Path, limit: int, times: Times) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted ends this process
+    _Loaded.requests = load_trace(path, limit, times.block_tokens)
 
 
 def _replay_here(task: _Task, times: Times, seconds: float) -> TierOutcome | float:
@@ -149,4 +162,4 @@ def _replay(
 ) -> TierOutcome | float:
     if task.tiers is not None:
         return replay_tiers(requests, task.tiers, times, seconds)
-    return curve_point(requests, task.policy, task.blocks)
+    return curve_point(requests, task.policy, task.blocks, times.block_tokens)

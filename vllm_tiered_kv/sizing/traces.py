@@ -25,6 +25,8 @@ from vllm_tiered_kv.sizing.layers import Footprint
 from vllm_tiered_kv.sizing.timing import Compute, Link, Work
 
 DAY = 86_400.0
+MAX_BLOCKS = 5_000_000
+"""Of all requests that are replayed: some GB of memory a process."""
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -37,6 +39,13 @@ class Times(msgspec.Struct, frozen=True):
     """What comes from disk goes through host memory, too."""
     work: Work
     compute: Compute
+    block_tokens: int = BLOCK_TOKENS
+    """Of the trace's blocks."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block of the trace in a tier. Recurrent states are left out."""
+        return self.block_tokens * self.footprint.tier_bytes_per_token
 
     def load_seconds(self, cpu_tokens: int, disk_tokens: int) -> float:
         """Of a run of tokens, windows and states included as far as they are needed."""
@@ -97,21 +106,31 @@ class TraceFacts(msgspec.Struct, frozen=True):
     """What a tier without a limit serves."""
 
 
-def load_trace(path: Path, limit: int) -> tuple[Request, ...]:
+def load_trace(path: Path, limit: int, block_tokens: int = BLOCK_TOKENS) -> tuple[Request, ...]:
     """The first ``limit`` requests.
 
     Raises:
-        SizingError: there are none, or a line is not a request.
+        SizingError: there are none, there are more than memory should hold, or a line is not a
+            request.
     """
+    requests: list[Request] = []
+    blocks = 0
     try:
-        requests = tuple(itertools.islice(read_trace(path), limit))
+        for request in itertools.islice(read_trace(path, block_tokens), limit):
+            blocks += len(request.hash_ids)
+            if blocks > MAX_BLOCKS:
+                raise SizingError(
+                    f"{path} has more than {MAX_BLOCKS:,} blocks: replay less of it, "
+                    f"--max-requests {len(requests)}"
+                )
+            requests.append(request)
     except TraceError as error:
         raise SizingError(str(error)) from None
     except OSError as error:
         raise SizingError(f"{path} cannot be read: {error.strerror or error}") from None
-    if not requests or not any(request.hash_ids for request in requests):
+    if not blocks:
         raise SizingError(f"{path} holds no requests with blocks")
-    return requests
+    return tuple(requests)
 
 
 def trace_facts(requests: Sequence[Request], block_bytes: int) -> TraceFacts:
@@ -129,11 +148,6 @@ def trace_facts(requests: Sequence[Request], block_bytes: int) -> TraceFacts:
     )
 
 
-def block_bytes(footprint: Footprint) -> int:
-    """Of one block of a trace in a tier. Recurrent states are left out."""
-    return BLOCK_TOKENS * footprint.tier_bytes_per_token
-
-
 def replay_tiers(
     requests: Sequence[Request], tiers: Tiers, times: Times, seconds: float
 ) -> TierOutcome:
@@ -145,7 +159,7 @@ def replay_tiers(
     Raises:
         SizingError: the CPU tier holds no block.
     """
-    size = block_bytes(times.footprint)
+    size = times.block_bytes
     if tiers.cpu_bytes < size:
         raise SizingError(
             f"a CPU tier of {tiers.cpu_bytes} bytes does not hold one block of {size} bytes"
@@ -156,8 +170,8 @@ def replay_tiers(
         nonlocal total, always, gated
         # The last block may not be full, and the last token is always computed.
         most = max(0, request.input_length - 1)
-        tokens = min((cpu + disk) * BLOCK_TOKENS, most)
-        from_cpu = min(cpu * BLOCK_TOKENS, tokens)
+        tokens = min((cpu + disk) * times.block_tokens, most)
+        from_cpu = min(cpu * times.block_tokens, tokens)
         total += times.compute_seconds(request.input_length)
         saved = times.compute_seconds(tokens) - times.load_seconds(from_cpu, tokens - from_cpu)
         always += saved
@@ -172,6 +186,7 @@ def replay_tiers(
             disk_eviction=tiers.policy,
             min_tokens=tiers.min_tokens,
             store_after=tiers.store_after,
+            block_tokens=times.block_tokens,
             block_bytes=size,
         ),
         observe,
@@ -188,9 +203,11 @@ def replay_tiers(
     )
 
 
-def curve_point(requests: Sequence[Request], policy: Eviction | None, blocks: int) -> float:
+def curve_point(
+    requests: Sequence[Request], policy: Eviction | None, blocks: int, block_tokens: int
+) -> float:
     """Hit rate in a CPU tier of ``blocks`` blocks; policy None: of who knows the future."""
     if policy is None:
         total = sum(len(request.hash_ids) for request in requests)
         return belady(requests, blocks) / total
-    return replay(requests, Settings(blocks, policy)).hit_rate
+    return replay(requests, Settings(blocks, policy, block_tokens=block_tokens)).hit_rate

@@ -10,6 +10,7 @@ from vllm_tiered_kv.config import Size, format_size
 from vllm_tiered_kv.sizing.errors import SizingError
 
 _TOKENS = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([KM]?)", re.IGNORECASE)
+_NAME = re.compile(r"\w[\w .:/+-]{0,39}")
 _SECONDS = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)\s*(us|ms|s|min|m|h|d)?", re.IGNORECASE)
 _SECONDS_OF = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "P": 1e15}
@@ -50,11 +51,14 @@ def parse_rate(text: str) -> float:
     """``"50GB/s"`` -> bytes a second.
 
     Raises:
-        SizingError: it is not a rate, or has no unit.
+        SizingError: it is not a rate, has no unit, or is one of bits.
     """
-    if text.strip().isdigit():
+    size = text.strip().removesuffix("/s")
+    if size.isdigit():
         raise SizingError(f'{text!r} is not a rate like "50GB/s": it has no unit')
-    return float(parse_size(text.strip().removesuffix("/s")))
+    if size.endswith(("b", "bit", "bps")):  # networks' rates are in bits, an eighth as much
+        raise SizingError(f'{text!r}: bits? A rate is in bytes with a capital B, like "50GB/s"')
+    return float(parse_size(size))
 
 
 def parse_seconds(text: str) -> float:
@@ -89,7 +93,7 @@ def parse_named(text: str) -> tuple[str, str]:
         SizingError: there is no name, or nothing behind it.
     """
     name, sign, value = text.partition("=")
-    if not sign or not name.strip() or not value.strip() or len(name) > 40:
+    if not sign or not value.strip() or _NAME.fullmatch(name.strip()) is None:
         raise SizingError(f"{text!r}: expected NAME=VALUE, like cpu=64GiB")
     return name.strip(), value.strip()
 

@@ -72,7 +72,7 @@ def estimate_weights(parameters: Parameters, config: HfConfig, dtype: Dtype) -> 
     quantisation = config.quantization_config
     if quantisation:
         found = _quantised_bits(quantisation)
-        method = str(quantisation.get("quant_method", "an unknown method"))[:40]
+        method = str(quantisation.get("quant_method") or _modelopts(quantisation))[:40]
         bits, of = (found, method) if found else (bits, f"{of}, though quantised by {method}")
     return Weights(
         int(parameters.total * bits / 8), f"{parameters.total / 1e9:.1f}e9 parameters in {of}"
@@ -86,6 +86,11 @@ def _quantised_bits(quantisation: dict[str, Any]) -> float | None:
         return 8
     if method == "mxfp4":
         return 4.25  # 32 numbers of 4 bits share a scale of 8 bits (OCP MX 1.0)
+    algorithm = _modelopts(quantisation)
+    if algorithm.startswith("FP8"):
+        return 8
+    if algorithm == "NVFP4":
+        return 4.5  # 16 numbers of 4 bits share a scale of 8 bits
     bits = quantisation.get("bits", quantisation.get("w_bit"))
     if isinstance(bits, int) and 1 <= bits <= 16:
         return bits
@@ -97,6 +102,12 @@ def _quantised_bits(quantisation: dict[str, Any]) -> float | None:
             if isinstance(bits, int) and 1 <= bits <= 16:
                 return bits
     return None
+
+
+def _modelopts(quantisation: dict[str, Any]) -> str:
+    """What ModelOpt calls the way it has quantised them."""
+    inner = quantisation.get("quantization")
+    return str(inner.get("quant_algo") if isinstance(inner, dict) else "an unknown method")
 
 
 def _read_index(path: Path) -> _Metadata | None:

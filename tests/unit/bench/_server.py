@@ -91,6 +91,8 @@ class SseServer:
         self.metrics = metrics
         self.models = models
         self.requests: list[dict[str, Any]] = []
+        self.keys: dict[str, set[str | None]] = {}
+        """What was asked for with which authorization."""
         self.prompt_tokens = 0
         self.under_way = self.most = 0
         self.lock = threading.Lock()
@@ -142,6 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.owner
 
     def do_GET(self) -> None:
+        self._note_key()
         if self.path == "/v1/models":
             self._reply(200, self.owner.models)
         elif self.path == "/metrics" and self.owner.metrics is not None:
@@ -149,7 +152,11 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._reply(200 if self.path == "/health" else 404, b"")
 
+    def _note_key(self) -> None:
+        self.owner.keys.setdefault(self.path, set()).add(self.headers.get("authorization"))
+
     def do_POST(self) -> None:
+        self._note_key()
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         # A request is over before its last byte is sent: what comes next is not beside it.
         with self.owner.taken(request):

@@ -99,6 +99,24 @@ def test_mistakes_are_one_line(
         assert error[-1].startswith("vllm-tiered-kv: ")
 
 
+def test_a_folder_for_nothing_is_said_before_anything_runs(pair: tuple[str, ...]) -> None:
+    with pytest.raises(BenchError, match="/proc cannot be written to"):
+        run(*pair, *SMALL, "--out", "/proc", "--no-plots")
+
+
+def test_what_cannot_be_written_is_shown(
+    tmp_path: Path,
+    pair: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "report.md").mkdir()
+    failing(monkeypatch, *pair, *SMALL, "--out", tmp_path, "--no-plots")
+    shown = capsys.readouterr()
+    assert "Time to first token, ms" in shown.out
+    assert shown.err.endswith(f"{tmp_path}/report.md: Is a directory\n")
+
+
 @pytest.mark.parametrize("name", ["aiohttp", "numpy", "matplotlib"])
 def test_a_missing_package_is_said_in_one_sentence(
     name: str, tmp_path: Path, pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -14,10 +14,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.conftest import ROOT
-from tests.unit.bench._server import Part, Refuse, SseServer, answered, scrape
+from tests.unit.bench._server import Break, Part, Refuse, SseServer, answered, scrape
 from vllm_tiered_kv.bench import servers
 from vllm_tiered_kv.bench.compare import compare, prepare
 from vllm_tiered_kv.bench.config import (
@@ -326,6 +327,15 @@ def test_a_server_that_does_not_start(
     assert gone([each.pid for each in started])
 
 
+def test_who_does_not_start_beside_another_may_need_the_machine_alone(tmp_path: Path) -> None:
+    fails = Process(command=(sys.executable, "-c", "raise SystemExit(3)"))
+    arms = (Arm(name="a", processes=(served(),)), Arm(name="b", processes=(fails,)))
+    with pytest.raises(BenchError, match=r"b did not start beside a; .* --one-at-a-time\. .*3;"):
+        play(experiment(arms), tmp_path)
+    with pytest.raises(BenchError, match=r"^server ended with status 3;"):
+        play(experiment(arms[::-1]), tmp_path)
+
+
 @pytest.mark.parametrize("command", [(sys.executable, "-c", "raise SystemExit(3)"), ("/dev/null",)])
 def test_what_an_arm_needs_is_said_where_it_does_not_start(
     tmp_path: Path, command: tuple[str, ...]
@@ -357,6 +367,37 @@ def test_a_server_that_is_lost_ends_the_run_with_what_is_done(
     assert "server ended with status -9" in report.ended_early
     assert any(note.startswith("Ended early, after 2 of 4 blocks") for note in report.notes)
     assert [arm.requests for arm in report.arms] == [6, 6]
+
+
+def test_a_server_of_others_that_is_lost_ends_the_run_as_well(tmp_path: Path) -> None:
+    def two_blocks(request: dict[str, Any]) -> list[Part] | Break:
+        return answered(request) if len(two.requests) <= 2 + 2 * 3 else Break([])
+
+    with SseServer() as one, SseServer(two_blocks) as two:
+        arms = (Arm(name="a", url=one.url), Arm(name="b", url=two.url))
+        report = report_of(experiment(arms), tmp_path)
+    assert report.blocks == 2
+    assert (report.ended_early or "").startswith("b has answered nothing in block 3; the first: b")
+    assert [arm.answered for arm in report.arms] == [6, 6]
+
+
+def test_a_key_goes_with_requests_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SseServer(metrics=scrape) as server:
+        arms = (Arm(name="a", url=server.url), Arm(name="b", url=server.url))
+        setting = experiment(arms, api_key_env="BENCH_TEST_KEY")
+        monkeypatch.delenv("BENCH_TEST_KEY", raising=False)
+        with pytest.raises(BenchError, match="BENCH_TEST_KEY is not in the environment"):
+            prepare(setting)
+        monkeypatch.setenv("BENCH_TEST_KEY", "s3cret")
+        report = report_of(setting, tmp_path)
+    assert server.keys == {
+        "/v1/models": {"Bearer s3cret"},
+        "/v1/completions": {"Bearer s3cret"},
+        "/metrics": {None},
+    }
+    assert b"s3cret" not in msgspec.json.encode(report)
 
 
 def test_an_interrupt_before_any_block_leaves_nothing(

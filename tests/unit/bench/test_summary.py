@@ -124,9 +124,16 @@ def hits(arm: ArmReport) -> dict[str, Hits]:
     return {each.tier: each for each in arm.hits}
 
 
+def test_a_tier_that_serves_nothing_is_not_shown_but_for_the_first() -> None:
+    idle = {"prompt tokens": 1000.0, "tiered-kv: cpu": 0.0, "tiered-kv: disk": 0.0}
+    one = [block("a", n, [answer()], counted=idle) for n in range(3)]
+    (arm, _) = summed(one, one).arms
+    assert list(hits(arm)) == ["device", "connector", "tiered-kv: cpu", BY_ANSWERS]
+
+
 def test_hits_by_tier() -> None:
     ours = {"prompt tokens": 1000.0, "device": 100.0, "connector": 500.0}
-    ours |= {"tiered-kv: cpu": 300.0, "tiered-kv: disk": 200.0}
+    ours |= {"tiered-kv: cpu": 300.0, "tiered-kv: disk": 200.0, "tiered-kv: peer": 0.0}
     ours |= {"vLLM's source: device": 100.0, "vLLM's source: host": 7.0, "vLLM's source: p2p": 0.0}
     none = {"prompt tokens": 1000.0, "device": 150.0}
     one = [block("a", n, [answer(cached_tokens=None)], counted=none) for n in range(3)]

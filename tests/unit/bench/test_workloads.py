@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_tiered_kv.bench.errors import BenchError
 from vllm_tiered_kv.bench.workloads import build as building
+from vllm_tiered_kv.bench.workloads import content as content_of
 from vllm_tiered_kv.bench.workloads.build import Session, build, prompts
 from vllm_tiered_kv.bench.workloads.content import Content, length, words, zipf
 from vllm_tiered_kv.bench.workloads.kinds import Agent, Chat, Cold, Rag, Shared, Trace, Workload
@@ -170,6 +171,21 @@ def test_too_much_is_refused_before_memory_is_full(
     for workload in (Cold(input_tokens=1000), Trace(path=path)):
         with pytest.raises(BenchError, match="more than 3000 tokens"):
             made(workload, 4)
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        Rag(document_tokens=500, documents=1000, shown=1000),
+        Chat(turns=1_000_000, input_tokens=500),
+    ],
+)
+def test_one_session_alone_may_be_too_much(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content_of, "MAX_TOKENS", 20_000)
+    with pytest.raises(BenchError, match="more than 20000 tokens"):
+        made(workload, 1)
 
 
 @given(st.text(max_size=20), st.integers(0, 200), st.integers(0, 200))

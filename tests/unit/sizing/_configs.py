@@ -98,6 +98,23 @@ def _falcon(**more: Any) -> Json:
 
 ARCHITECTURES: dict[str, Json] = {
     "llama": _small("LlamaForCausalLM", "llama"),
+    "llama, 8-bit cache": _small(
+        "LlamaForCausalLM",
+        "llama",
+        quantization_config={
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {},
+            "ignore": ["re:.*"],
+            "kv_cache_scheme": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "tensor",
+                "symmetric": True,
+                "dynamic": False,
+            },
+        },
+    ),
     "mistral": _small("MistralForCausalLM", "mistral", sliding_window=64),
     "qwen2": _small("Qwen2ForCausalLM", "qwen2", sliding_window=64, use_sliding_window=False),
     "gemma2": _small("Gemma2ForCausalLM", "gemma2", sliding_window=64),

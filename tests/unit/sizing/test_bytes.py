@@ -116,6 +116,11 @@ def test_sparse_latent_attention_keeps_an_indexers_keys_too() -> None:
     assert token_bytes(config, Dtype.FP8) == 61 * (656 + 132)
 
 
+def test_names_for_the_width_of_a_token() -> None:
+    bloom = {"model_type": "bloom", "n_layer": 70, "n_embed": 14336, "num_attention_heads": 112}
+    assert token_bytes(bloom) == 70 * 2 * 112 * 128 * 2
+
+
 def test_kimi_linear_has_latent_layers_and_states() -> None:
     config = {
         **c.SMALL,
@@ -214,6 +219,7 @@ def test_states_that_cannot_be_spread_evenly() -> None:
         ({"num_hidden_layers": None}, "number of layers is missing.*--layers"),
         ({"num_attention_heads": None, "num_key_value_heads": None}, "is missing; give --heads"),
         ({"head_dim": None, "hidden_size": None}, "head_dim is missing.*--head-dim"),
+        ({"head_dim": None, "hidden_size": 7}, "hidden_size 7 is less than one number"),
         ({"kv_lora_rank": 512}, "qk_rope_head_dim is missing; give --rope-dim"),
         ({"layer_types": ["full_attention", "perceiver"] * 4}, "layer 1 is of type 'perceiver'"),
         ({"layer_types": ["full_attention"] * 7}, "types of 7 of 8 layers are given"),
@@ -290,8 +296,36 @@ def test_a_checkpoint_may_set_the_caches_format() -> None:
     quantised = {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}
     model = c.read({**c.SMALL, "quantization_config": quantised})
     assert (model.kv_dtype, model.kv_dtype_source) == (Dtype.FP8, "quantization_config")
-    other = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}
-    assert c.read({**c.SMALL, "quantization_config": other}).kv_dtype is Dtype.BF16
+    older = {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}}
+    assert c.read({**c.SMALL, "quantization_config": older}).kv_dtype is Dtype.FP8
+    weights_alone = {"quant_method": "compressed-tensors", "kv_cache_scheme": None}
+    assert c.read({**c.SMALL, "quantization_config": weights_alone}).kv_dtype is Dtype.BF16
+
+
+def test_llm_compressors_format_of_a_cache_counts_but_for_latent_attention() -> None:
+    config = c.ARCHITECTURES["llama, 8-bit cache"]
+    assert c.read(config).kv_dtype is Dtype.FP8
+    old_name = {**config, "quantization_config": None}
+    old_name["compression_config"] = config["quantization_config"]
+    assert c.read(old_name).kv_dtype is Dtype.FP8
+    latent = {**c.DEEPSEEK_V3, "quantization_config": config["quantization_config"]}
+    assert token_bytes(latent) == 61 * 576 * 2
+    scheme = {"num_bits": 8, "type": "int"}
+    other = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    with pytest.raises(SizingError, match=r"format .* is not known here; give --kv-dtype"):
+        c.read({**c.SMALL, "quantization_config": other})
+
+
+def test_a_text_model_inside_another_leaves_out_what_its_family_says() -> None:
+    text = {**c.SMALL, "num_key_value_heads": None, "head_dim": None, "num_attention_heads": 64}
+    qwen = {"text_config": {**text, "model_type": "qwen2_5_vl_text", "hidden_size": 8192}}
+    assert token_bytes(qwen) == 8 * 2 * 8 * 128 * 2
+    llama = {"text_config": {**text, "model_type": "llama", "hidden_size": 8192}}
+    assert token_bytes(llama) == 8 * 2 * 64 * 128 * 2
+    unknown = {"text_config": {**text, "model_type": "of_tomorrow"}}
+    with pytest.raises(SizingError, match=r"what of_tomorrow has then is not known.*--kv-heads"):
+        c.read(unknown)
+    assert token_bytes({**text, "model_type": "of_tomorrow"}) == 8 * 2 * 64 * 4 * 2
 
 
 def test_names_of_formats() -> None:

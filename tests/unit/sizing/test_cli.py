@@ -19,6 +19,7 @@ from vllm_tiered_kv import __version__
 from vllm_tiered_kv.cli.app import app, main
 from vllm_tiered_kv.replay import Request
 from vllm_tiered_kv.sizing.errors import SizingError
+from vllm_tiered_kv.sizing.gpus import GPUS, find_gpu
 from vllm_tiered_kv.sizing.units import (
     parse_number,
     parse_seconds,
@@ -94,6 +95,8 @@ def test_size_by_flags(kv_dtype: str, expected: int) -> None:
     latent = ask("size", "--layers", "61", "--latent-dim", "512", "--rope-dim", "64", "--tp", "8")
     assert latent["bytes_per_token"] == latent["per_gpu"]["bytes_per_token"] == 70_272
     assert latent["all_gpus"]["bytes_per_token"] == latent["tier_bytes_per_token"] == 8 * 70_272
+    (note,) = ask("size", *BY_FLAGS, "--gpu", "h100")["notes"]
+    assert note == "the weights, 140 GB, do not fit one GPU of 80 GB x 0.92"
     windows = ask("size", *BY_FLAGS, "--window", "1024", "--window-pattern", "4")
     assert windows["bytes_per_token"] == 20 * 4096
     assert windows["window_bytes"] == 60 * 4096 * 1024
@@ -154,11 +157,22 @@ def test_plan_with_options() -> None:
     assert with_attention["attention_counted"]
     ratio = with_attention["lengths"][0]["compute_seconds"] / plain["lengths"][0]["compute_seconds"]
     assert 2.2 < ratio < 2.3
+    assert plain["lengths"][0]["resident"] == 0
+    assert "the weights, 140 GB, do not fit one GPU of 80 GB x 0.92" in plain["notes"]
     half = ask(*base, "--precision", "bf16")
     assert half["compute"][0]["peak_flops"] == 989.5e12
     own = ask(*base, "--peak-flops", "500T", "--fraction", "0.5", "--speed", "s3=1GB/s,50ms")
     assert own["compute"][0]["flops"] == 250e12
     assert own["links"] == [{"name": "s3", "bandwidth": 1e9, "latency": 0.05, "source": "--speed"}]
+    assert own["lengths"][0]["resident"] is None  # of such a GPU the memory is not known
+    assert not any("FP8" in note for note in own["notes"])
+    two = ask(
+        *base, "--speed", "cpu=50GB/s,5ms,disk=5GB/s", "--peak-flops", "1e15", "--gpu", "h200"
+    )
+    assert [(link["bandwidth"], link["latency"]) for link in two["links"]] == [
+        *((50e9, 0.005), (5e9, 0.002))
+    ]
+    assert two["lengths"][0]["resident"] == 0
     window = ask(*base, "--hit-window", "1h", "--request-rate", "2", "--new-tokens", "1K")
     assert window["hit_window"]["capacity"] == 7200 * 1024 * 327_680
 
@@ -210,6 +224,8 @@ def test_plan_replays_a_trace(tmp_path: Path, trace: Path) -> None:
     [
         (("size",), "name a model, or describe one"),
         (("size", "no/such"), "no/such: no such file or folder"),
+        (("size", "x" * 5000), "x cannot be looked at: File name too long"),
+        (("size", "~nobody-here/x"), "~nobody-here/x cannot be looked at: Could not determine"),
         (("size", "--layers", "2", "--head-dim", "8"), "give --kv-heads"),
         (("size", *BY_FLAGS, "--tp", "3"), "cannot be spread over 3 GPUs"),
         (("size", *BY_FLAGS, "--gpu", "abacus"), "'abacus' is not a GPU known here"),
@@ -221,6 +237,9 @@ def test_plan_replays_a_trace(tmp_path: Path, trace: Path) -> None:
         (("plan", *BY_FLAGS, "--attention"), "num_attention_heads is missing; give --heads"),
         (("plan", *BY_FLAGS, "--speed", "cpu=fast"), "'fast': expected a size"),
         (("plan", *BY_FLAGS, "--speed", "cpu=50"), "'50' is not a rate"),
+        (("plan", *BY_FLAGS, "--speed", "cpu=400Gb/s"), "'400Gb/s': bits?"),
+        (("plan", *BY_FLAGS, "--speed", "cpu=400Gbps"), "'400Gbps': bits?"),
+        (("plan", *BY_FLAGS, "--speed", "[/cpu]=5GB/s"), "expected NAME=VALUE"),
         (("plan", *BY_FLAGS, "--hit-window", "1h"), "needs --request-rate"),
         (
             ("plan", *BY_FLAGS, "--hit-window", "soon", "--request-rate", "1"),
@@ -303,6 +322,30 @@ def test_the_installed_console_script(tmp_path: Path, model: Path) -> None:
     assert script("--version") == f"vllm-tiered-kv {__version__}\n"
     assert json.loads(script("size", model, "--json"))["bytes_per_token"] == 327_680
     assert "plan" in script("--help")
+
+
+@pytest.mark.parametrize(
+    ("printed", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("L40S", "l40s"),
+    ],
+)
+def test_gpus_are_known_by_the_names_that_drivers_print(printed: str, name: str) -> None:
+    assert find_gpu(printed) == GPUS[name]
+
+
+def test_an_endless_rate_of_requests_is_refused() -> None:
+    done = CliRunner().invoke(
+        app, ["plan", *BY_FLAGS, "--hit-window", "1h", "--request-rate", "inf"]
+    )
+    assert done.exit_code == 2
 
 
 def test_units() -> None:

@@ -15,6 +15,7 @@ from vllm_tiered_kv.sizing.families import with_defaults
 from vllm_tiered_kv.sizing.find import find_config
 from vllm_tiered_kv.sizing.hf_config import MAX_CONFIG_BYTES, read_config
 from vllm_tiered_kv.sizing.parameters import Parameters, estimate
+from vllm_tiered_kv.sizing.read import Choices, read_model
 from vllm_tiered_kv.sizing.weights import (
     INDEX,
     Weights,
@@ -83,6 +84,21 @@ def test_a_file_that_is_too_long_or_not_there(tmp_path: Path) -> None:
         read_config(tmp_path / "none.json")
 
 
+def test_modelopts_file_beside_an_older_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(c.SMALL))
+    beside = tmp_path / "hf_quant_config.json"
+    said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    assert read_model(read_config(path), Choices()).kv_dtype is Dtype.FP8
+    path.write_text(json.dumps({**c.SMALL, "quantization_config": {"quant_method": "fp8"}}))
+    assert read_model(read_config(path), Choices()).kv_dtype is Dtype.BF16
+    path.write_text(json.dumps(c.SMALL))
+    beside.write_text("{")
+    with pytest.raises(SizingError, match=r"hf_quant_config\.json is not JSON"):
+        read_config(path)
+
+
 def test_weights_from_the_index_else_from_the_files(tmp_path: Path) -> None:
     assert find_weights(None) is None
     assert find_weights(tmp_path) is None
@@ -148,8 +164,33 @@ def test_parameters_from_the_index(tmp_path: Path) -> None:
             51.6,
             12.0,
         ),
+        (
+            {
+                "model_type": "ernie4_5_moe",
+                "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28,
+                "num_attention_heads": 20, "num_key_value_heads": 4, "vocab_size": 103424,
+                "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2,
+                "moe_intermediate_size": 1536, "moe_layer_start_index": 1,
+                "tie_word_embeddings": True,
+            },
+            21.8,
+            3.35,
+        ),
+        (
+            {
+                "model_type": "dbrx",
+                "d_model": 6144, "n_layers": 40, "n_heads": 48, "vocab_size": 100352,
+                "attn_config": {"kv_n_heads": 8},
+                "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+            },
+            131.6,
+            36.5,
+        ),
     ],
-    ids=["Llama-3-70B", "Llama-3-8B", "Llama-3.1-405B", "DeepSeek-V3", "Mixtral", "Qwen3", "Jamba"],
+    ids=[
+        *("Llama-3-70B", "Llama-3-8B", "Llama-3.1-405B", "DeepSeek-V3"),
+        *("Mixtral", "Qwen3", "Jamba", "Ernie 4.5", "DBRX"),
+    ],
 )  # fmt: skip
 def test_estimates_are_near_published_counts(config: c.Json, total: float, active: float) -> None:
     found = estimate(with_defaults(c.decode(config)))
@@ -172,6 +213,8 @@ def test_no_estimate_where_the_file_says_too_little() -> None:
         ({"quant_method": "gptq", "bits": 4}, 500),
         ({"quant_method": "awq", "w_bit": 4}, 500),
         ({"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 1000),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, 1000),
+        ({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}, 562),
         ({"quant_method": "of tomorrow"}, 2000),
         ({"bits": "many", "config_groups": [1]}, 2000),
     ],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,13 +58,13 @@ def released() -> Iterator[threading.Event]:
 
 def test_all_bytes_are_moved_and_nothing_is_left(tmp_path: Path) -> None:
     files = Counting()
-    found = measure(tmp_path / "new", BOUNDS, files)
+    found = measure(tmp_path / "new" / "folder", BOUNDS, files)
     assert found.copy.nbytes >= BOUNDS.nbytes
     assert found.disk_write.nbytes == found.disk_read.nbytes == BOUNDS.nbytes
     assert min(found.copy.rate, found.disk_write.rate, found.disk_read.rate) > 0
     assert files.written >= BOUNDS.nbytes <= files.read
     assert found.disk_mode in IoMode
-    assert list((tmp_path / "new").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_time_bounds_what_is_moved(tmp_path: Path) -> None:
@@ -77,8 +78,33 @@ def test_time_bounds_what_is_moved(tmp_path: Path) -> None:
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     files = Counting()
     files.fails_at = 2 * CHUNK_BYTES
-    with pytest.raises(SizingError, match=r"cannot be written to: FailureReason\.NO_SPACE"):
+    with pytest.raises(SizingError, match="cannot be written to: no space"):
         measure(tmp_path, BOUNDS, files)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Interrupting(Files):
+    """Somebody presses Ctrl-C while the first chunk is written."""
+
+    def __init__(self) -> None:
+        self.pressed = threading.Lock()
+
+    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        by_a_thread = threading.current_thread() is not threading.main_thread()
+        if by_a_thread and self.pressed.acquire(blocking=False):
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().pwritev(fd, buffers, offset)
+
+
+def test_an_interrupt_leaves_neither_files_nor_threads(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    endless = Bounds(nbytes=MAX_BYTES // 16, seconds=60.0, threads=2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            measure(tmp_path / "new", endless, Interrupting())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not [each for each in threading.enumerate() if each.name.startswith("measure-")]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 from pathlib import Path
 
 import msgspec
@@ -10,6 +12,7 @@ import pytest
 
 from vllm_tiered_kv.policies import Eviction
 from vllm_tiered_kv.replay import Request
+from vllm_tiered_kv.sizing import trace_report, traces
 from vllm_tiered_kv.sizing.errors import SizingError
 from vllm_tiered_kv.sizing.layers import Footprint
 from vllm_tiered_kv.sizing.timing import Compute, Link, Work
@@ -111,6 +114,59 @@ def test_a_whole_report_is_the_same_with_any_number_of_processes(tmp_path: Path,
     by_policy = {point.policy: point.hit_rate for point in report.curve if point.share == 1.0}
     assert set(by_policy.values()) == {report.facts.endless_hit_rate}
     assert told == [(n + 1, 17) for n in range(17)]
+
+
+def test_blocks_of_another_size() -> None:
+    trace = [Request(0.0, 32, 1, (1, 2)), Request(1.0, 32, 1, (1, 2))]
+    times = msgspec.structs.replace(TIMES, block_tokens=16)
+    assert times.block_bytes == 16 * 131_072
+    found = replay_tiers(trace, Tiers(2 * times.block_bytes, 0, Eviction.LRU), times, 1.0)
+    assert found.cpu_hit_rate == 0.5
+    assert found.ttft == pytest.approx(2 * 32 * 2 * 8e9 / 4e14)
+
+
+def test_a_trace_of_other_blocks_than_are_meant_is_refused(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "small.jsonl", [Request(0.0, 33, 1, (1, 2, 3))])
+    with pytest.raises(SizingError, match=r"3 blocks of a prompt of 33 tokens.* for 512 each"):
+        load_trace(path, 10)
+    assert len(load_trace(path, 10, block_tokens=16)) == 1
+    with pytest.raises(SizingError, match="for 17 each"):
+        load_trace(path, 10, block_tokens=17)
+
+
+def test_a_trace_that_is_too_much_for_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", requests_of((1, 2), (3, 4), (5, 6)))
+    monkeypatch.setattr(traces, "MAX_BLOCKS", 4)
+    with pytest.raises(SizingError, match=r"more than 4 blocks.*--max-requests 2"):
+        load_trace(path, 10)
+    assert len(load_trace(path, 2)) == 2
+
+
+def test_processes_take_no_more_memory_than_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = requests_of(*[(i % 5, 100 + i % 5, 200 + i) for i in range(60)])
+    path = write_trace(tmp_path / "trace.jsonl", requests)
+    monkeypatch.setattr(trace_report, "memory_limit", lambda: 1 << 10)
+    monkeypatch.setattr(trace_report, "ProcessPoolExecutor", None)  # none is made
+    replay_trace(path, 60, [Tiers(4 * BLOCK, 0, Eviction.LRU)], TIMES, jobs=64)
+
+
+def test_an_interrupt_ends_the_processes(tmp_path: Path) -> None:
+    requests = requests_of(*[(i % 5, 100 + i % 5, 200 + i) for i in range(60)])
+    path = write_trace(tmp_path / "trace.jsonl", requests)
+    started: list[multiprocessing.process.BaseProcess] = []
+
+    def interrupt(done: int, total: int) -> None:
+        started.extend(multiprocessing.active_children())
+        raise KeyboardInterrupt
+
+    tiers = [Tiers(4 * BLOCK, 20 * BLOCK, Eviction.LRU)]
+    with pytest.raises(KeyboardInterrupt):
+        replay_trace(path, 60, tiers, TIMES, jobs=2, advance=interrupt)
+    assert [process.exitcode for process in started] == [-signal.SIGTERM] * 2
 
 
 def test_what_cannot_be_replayed(tmp_path: Path) -> None:

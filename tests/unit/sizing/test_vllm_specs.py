@@ -68,6 +68,14 @@ def test_what_a_family_adds_is_what_transformers_adds(family: str) -> None:
         assert getattr(config, name) == value, name
 
 
+@pytest.mark.parametrize("family", sorted(families.HEADS_ALIKE))
+def test_families_with_a_kv_head_for_each_query_head(family: str) -> None:
+    transformers = pytest.importorskip("transformers.models.auto.configuration_auto")
+    config = transformers.CONFIG_MAPPING[family]()
+    heads = config.num_attention_heads
+    assert getattr(config, "num_key_value_heads", heads) == heads
+
+
 @pytest.mark.parametrize("family", [*families.WINDOW_PATTERN, *families.FULL_INTERVAL])
 def test_which_layers_have_windows_or_states_is_what_transformers_says(family: str) -> None:
     transformers = pytest.importorskip("transformers.models.auto.configuration_auto")

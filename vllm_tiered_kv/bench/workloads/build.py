@@ -11,12 +11,9 @@ from random import Random
 import msgspec
 
 from vllm_tiered_kv.bench.errors import BenchError
-from vllm_tiered_kv.bench.workloads.content import Content, length, zipf
+from vllm_tiered_kv.bench.workloads.content import MAX_TOKENS, Content, length, zipf
 from vllm_tiered_kv.bench.workloads.kinds import Agent, Chat, Cold, Rag, Shared, Trace, Workload
 from vllm_tiered_kv.replay import BLOCK_TOKENS, Request, TraceError, read_trace
-
-MAX_TOKENS = 1 << 28
-"""Of all sessions together: 2 GiB of memory."""
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):

@@ -7,6 +7,8 @@ import math
 import random
 from collections.abc import Sequence
 
+from vllm_tiered_kv.bench.errors import BenchError
+
 _WORDS = (
     "the of and to in is that for it as was with be by on not he his but at are this have from or "
     "had an they which one you were all her she there would their we him been has when who will no "
@@ -17,6 +19,10 @@ _WORDS = (
     "both life being under never day same another know while last might us great old year off come "
     "since against go came right used take three"
 ).split()
+
+
+MAX_TOKENS = 1 << 28
+"""Of all prompts together: 2 GiB of memory."""
 
 
 class Content:
@@ -32,11 +38,16 @@ class Content:
         # Each id once in memory, however often it stands in prompts.
         self._ids = tuple(range(first, last + 1))
         self._shared: dict[str, tuple[int, ...]] = {}
+        self._left = MAX_TOKENS
 
     def rng(self, name: str) -> random.Random:
         return random.Random(f"{self._seed}/{name}")
 
     def tokens(self, name: str, count: int) -> tuple[int, ...]:
+        """Raises: BenchError: together with what came before it is too much for memory."""
+        self._left -= count
+        if self._left < 0:
+            raise BenchError(f"the workload has more than {MAX_TOKENS} tokens; ask for less")
         return tuple(self.rng(name).choices(self._ids, k=count))
 
     def shared(self, name: str, count: int) -> tuple[int, ...]:
