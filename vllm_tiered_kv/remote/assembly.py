@@ -166,10 +166,15 @@ def _check(vllm_config: VllmConfig, options: RemoteOptions, geometry: Geometry, 
             "remote.verify: checksums are made of KV in host memory, and this engine has it on a "
             "device; leave it out"
         )
-    if not geometry.keeps_all:
+    if geometry.has_states:
         raise ConfigError(
-            "remote: a model with sliding windows or recurrent states cannot be handed over yet; "
-            "leave out remote"
+            "remote: a model with recurrent states (Mamba, linear attention) cannot be handed over "
+            "yet; leave out remote"
+        )
+    if not geometry.keeps_all and options.peers is not None:
+        raise ConfigError(
+            "remote.peers: chunks of a model with sliding windows cannot be lent to peers yet; "
+            "leave out peers"
         )
     if (reason := compat.ranks_elsewhere(vllm_config)) is not None:
         raise ConfigError(f"remote: this engine cannot hand KV over: {reason}; leave out remote")
