@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SHORT_OF_BLOCKS = 0.5
 """With less than this share of the device's blocks free, to hold some takes others' room."""
+NO_BLOCKS = Extent((), ())
+"""All of it is in slots."""
 
 
 class HandingOptions(msgspec.Struct, frozen=True):
@@ -189,10 +191,10 @@ class HandOvers:
             self.drop(state)
             return self._prepare(state, tokens, block_ids)
         blocks = self._blocks(tokens, block_ids, hand.kept)
-        if blocks is None:
+        if blocks is None and (hand.loan is None or hand.loan.awaits):
             return None
         state.handing = None
-        hand.blocks = blocks  # others, if it was preempted since
+        hand.blocks = blocks or NO_BLOCKS  # others, if it was preempted since
         return hand
 
     def _prepare(
