@@ -111,6 +111,7 @@ def test_a_producer_keeps_what_the_window_sees(producer: Engine, length: int) ->
 )
 @pytest.mark.parametrize("handoff", ["device", "cpu"])
 def test_engines_of_several_kinds(fleet: Fleet, options: dict[str, Any], handoff: str) -> None:
+    options = {**options, "num_blocks": 256}
     producer = engine(fleet, "kv_producer", remote={"handoff": handoff}, **options)
     consumer = engine(fleet, "kv_consumer", **options)
     lengths = range(5 * BLOCK, 6 * BLOCK + 4)
