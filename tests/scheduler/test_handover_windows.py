@@ -132,7 +132,7 @@ def test_without_prefix_caching(fleet: Fleet) -> None:
     producer = engine(fleet, "kv_producer", enable_prefix_caching=False)
     consumer = engine(fleet, "kv_consumer", enable_prefix_caching=False)
     for length in (LENGTH, LENGTH + 1):
-        tokens = prompt(length)
+        tokens = prompt(length, seed=length)
         decode(consumer, tokens, prefill(producer, tokens, f"p{length}"), f"d{length}")
     assert consumer.count("hit_tokens|peer") == 2 * LENGTH - 1
     assert_quiet(producer, consumer)
@@ -318,7 +318,13 @@ def test_an_aborted_request_gives_all_back(fleet: Fleet, handoff: str, depth: in
 def test_requests_that_are_preempted_come_to_an_end(
     fleet: Fleet, consumer: Engine, handoff: str
 ) -> None:
-    producer = engine(fleet, "kv_producer", num_blocks=9, remote={"handoff": handoff})
+    producer = engine(
+        fleet,
+        "kv_producer",
+        num_blocks=20,
+        remote={"handoff": handoff},
+        scheduler_reserve_full_isl=False,  # vLLM lets them begin without room for all of it
+    )
     for i in range(3):
         producer.sim.add(f"p{i}", prompt(4 * BLOCK + 7, seed=i), 3 * BLOCK, params=TO_PRODUCER)
     producer.sim.run()
@@ -340,7 +346,7 @@ def test_a_request_that_fills_the_device_comes_to_an_end(fleet: Fleet, consumer:
         max_num_batched_tokens=2 * BLOCK,
         remote={"handoff": "device"},
     )
-    producer.sim.add("p", prompt(9 * BLOCK + 7), 40, params=TO_PRODUCER)
+    producer.sim.add("p", prompt(9 * BLOCK - 2), 50, params=TO_PRODUCER)
     producer.sim.run()
     assert producer.sim.outputs["p"] == producer.sim.expected("p")
     assert producer.sim.requests["p"].num_preemptions
