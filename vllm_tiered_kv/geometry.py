@@ -44,6 +44,13 @@ class GroupGeometry(msgspec.Struct, frozen=True):
             return max(0, position - 1)
         return max(0, position - self.window + 1)
 
+    def first_handed_token(self, tokens: int, unit: int) -> int:
+        """Where what is handed over of a prompt begins, in blocks or slots of ``unit`` tokens.
+
+        Who goes on from it computes the last of its ``tokens`` again, so that one's window counts.
+        """
+        return self.first_needed_token(tokens - 1) // unit * unit
+
     def kept_blocks(self, chunk_tokens: int) -> int:
         """Blocks of a chunk that are stored: of a state only the last."""
         return 1 if self.kind is GroupKind.STATE else chunk_tokens // self.block_tokens

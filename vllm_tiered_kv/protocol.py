@@ -89,17 +89,15 @@ class PullJob(msgspec.Struct, frozen=True, array_like=True):
     local: tuple[tuple[int, ...], ...]
     """Device blocks that are written, by KV cache group."""
     remote: tuple[tuple[int, ...], ...]
-    """The peer's blocks, or slots, that they are read from, by group."""
+    """The peer's blocks, or slots, that were handed over, by group."""
     deadline: float
     """Seconds this may take."""
+    skips: tuple[int, ...]
+    """Tokens at the head of :attr:`remote` that come before :attr:`local`, by group: not read."""
     place: Place = Place.PAGES
     """What the numbers in :attr:`remote` are of."""
-    start: int = 0
-    """Tokens of the prompt before :attr:`local`."""
-    skip: int = 0
-    """Tokens at the head of :attr:`remote` that are not read."""
     sums: Sums = ()
-    """The peer's checksums of all of the prompt, to be compared; none: nothing is."""
+    """The peer's checksums of all of :attr:`remote`, to be compared; none: nothing is."""
 
 
 class SumJob(msgspec.Struct, frozen=True, array_like=True):
@@ -109,7 +107,9 @@ class SumJob(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     place: Place
     tables: tuple[tuple[int, ...], ...]
-    """Blocks, or slots, by KV cache group, from the prompt's first token on."""
+    """Blocks, or slots, by KV cache group, to the prompt's last token."""
+    firsts: tuple[int, ...]
+    """Tokens of the prompt before these, by group."""
 
 
 class RankSums(msgspec.Struct, frozen=True, array_like=True):

@@ -119,11 +119,15 @@ def fresh(tokens: int) -> list[int]:
     return prompt(f"handed over {next(_seeds)}", tokens)
 
 
-def handed_over(producer: Client, consumer: Client, count: int) -> list[int]:
+def handed_over(producer: Client, consumer: Client, count: int, *, computed: int = 0) -> list[int]:
     """All of a prompt is pulled, and the answer is the one of an engine that computes it.
 
     Engines that share two processors may keep each other from answering in time. Then the prompt
     is computed, which is right as well, and another one is tried.
+
+    Args:
+        count: tokens of the prompt.
+        computed: those at its end that are never pulled.
 
     Returns:
         The prompt.
@@ -132,7 +136,7 @@ def handed_over(producer: Client, consumer: Client, count: int) -> list[int]:
         tokens, before, failed = fresh(count), pulled(consumer), failures(consumer)
         got = decode(consumer, tokens, prefill(producer, tokens))
         assert_same_output(alone(producer, tokens), got)
-        if pulled(consumer) - before == count:
+        if pulled(consumer) - before == count - computed:
             return tokens
         late = failures(consumer) - failed
         assert late.keys() <= LATE, late

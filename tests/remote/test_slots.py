@@ -120,7 +120,7 @@ def test_out_of_slots_into_pages_and_compared(ranks: tuple[Rank, Rank]) -> None:
     before, values = consumer.cache.clone(), producer.cache[:, theirs].clone()
     producer.store(theirs, slots)
     tokens = 5 * BLOCK_TOKENS - 3
-    sums = producer.sums(SumJob(9, tokens, Place.SLOTS, (tuple(slots),)))
+    sums = producer.sums(SumJob(9, tokens, Place.SLOTS, (tuple(slots),), (0,)))
     layout, endpoint = producer.said.layout, producer.said.endpoint
     assert layout is not None
     assert endpoint is not None
@@ -129,11 +129,10 @@ def test_out_of_slots_into_pages_and_compared(ranks: tuple[Rank, Rank]) -> None:
     order = PullJob(
         memory.engine,
         (tuple(ours),),
-        (tuple(slots[1:]),),
+        (tuple(slots),),
         WAIT,
+        (2 * BLOCK_TOKENS,),
         Place.SLOTS,
-        2 * BLOCK_TOKENS,
-        0,
         (sums.groups,),
     )
     assert consumer.pull(memory, order) is JobStatus.DONE
@@ -147,13 +146,13 @@ def test_what_has_changed_since_is_refused(ranks: tuple[Rank, Rank]) -> None:
     producer, consumer = ranks
     slots = (5, 0)
     producer.store([7, 2, 9], list(slots))
-    sums = producer.sums(SumJob(9, 3 * BLOCK_TOKENS, Place.SLOTS, (slots,)))
+    sums = producer.sums(SumJob(9, 3 * BLOCK_TOKENS, Place.SLOTS, (slots,), (0,)))
     np.bitwise_xor.at(producer.pool.tensor.numpy(), SLOT_BYTES * 5 + PAGE_BYTES + 77, 4)
     layout, endpoint = producer.said.layout, producer.said.endpoint
     assert layout is not None
     assert endpoint is not None
     memory = PeerMemory("a" * 32, 1, (RankMemory(0, endpoint, layout),))
     local = ((1, 8, 3),)
-    order = PullJob(memory.engine, local, (slots,), WAIT, Place.SLOTS, 0, 0, (sums.groups,))
+    order = PullJob(memory.engine, local, (slots,), WAIT, (0,), Place.SLOTS, (sums.groups,))
     assert consumer.pull(memory, order) is JobStatus.FAILED
     assert consumer.failures == ["remote_verify"]

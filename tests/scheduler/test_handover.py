@@ -229,11 +229,6 @@ def test_without_nixl_an_engine_says_so(fleet: Fleet, monkeypatch: pytest.Monkey
         fleet.engine("kv_both")
 
 
-def test_models_whose_prompts_cannot_be_handed_over_yet(fleet: Fleet) -> None:
-    with pytest.raises(ConfigError, match="sliding windows"):
-        fleet.engine("kv_both", windows=(0, 2 * BLOCK))
-
-
 def test_both_roles_in_one_engine(fleet: Fleet) -> None:
     first, second = fleet.engine("kv_both"), fleet.engine("kv_both")
     decode(second, prompt(ODD), prefill(first, prompt(ODD)))

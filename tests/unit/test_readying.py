@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from vllm_tiered_kv.remote.memory import Place
 from vllm_tiered_kv.scheduler.index import ABSENT, Node, NodeState
-from vllm_tiered_kv.scheduler.lending import Loan
+from vllm_tiered_kv.scheduler.lending import Extent, Loan
 from vllm_tiered_kv.scheduler.readying import (
     COPY_PATIENCE,
     SUM_PATIENCE,
@@ -78,9 +78,10 @@ class Machine(RuleBasedStateMachine):
         awaits = {*nodes, *self.writing[:shared]}
         loan = None
         if fresh or done:
-            loan = Loan((Node(b"ready", None, [7], 0), *awaits), awaits)
+            nodes = (Node(b"ready", None, [7], 0), *awaits)
+            loan = Loan(nodes, awaits, Extent(((7,),), (8,)))
             self.lender.out.append(loan)
-        hand = HandOver("request", None, 10, ((1, 2),), loan)
+        hand = HandOver("request", None, 10, Extent(((1, 2),), (4,)), loan)
         self.readying.prepare(hand)
         self.prepared.append(hand)
 
@@ -108,7 +109,7 @@ class Machine(RuleBasedStateMachine):
     def a_plan_goes_out(self) -> None:
         for job in self.readying.sums:
             hand = self.started.get(job.lease)
-            assert hand is None or (job.place, job.tables) == hand.place
+            assert hand is None or (job.place, (job.tables, job.firsts)) == hand.place
             self.asked += [(job.lease, rank) for rank in range(RANKS)]
         self.readying.sums.clear()
 

@@ -8,7 +8,7 @@ import msgspec
 from vllm_tiered_kv.check.findings import Finding, error, ok, refused, warning
 from vllm_tiered_kv.config import ConfigError, Options, check_capacity, format_size
 from vllm_tiered_kv.geometry import Geometry, GroupGeometry, GroupKind, plan_geometry
-from vllm_tiered_kv.remote.start import FULL_ATTENTION_ONLY
+from vllm_tiered_kv.remote.start import NO_STATES, NO_WINDOWS_LENT
 from vllm_tiered_kv.sizing.capacity import conversations_that_fit, tokens_that_fit
 from vllm_tiered_kv.sizing.layers import Reach
 from vllm_tiered_kv.sizing.read import Model
@@ -115,8 +115,12 @@ def _refusals(options: Options, served: Served) -> list[Finding]:
         return [error("model", f"{served.name} {says}")]
     if not shape.attention:
         return [error("model", f"{served.name} has recurrent layers alone: nothing to keep")]
-    if options.remote is not None and not _is_plain(served.model):
-        return [refused(FULL_ATTENTION_ONLY)]
+    if options.remote is None or _is_plain(served.model):
+        return []
+    if shape.states:
+        return [refused(NO_STATES)]
+    if options.remote.peers is not None:
+        return [refused(NO_WINDOWS_LENT)]
     return []
 
 

@@ -120,7 +120,7 @@ _SCHEDULING = [
     *_read(
         _REQUEST,
         "request_id block_hashes num_tokens num_prompt_tokens num_computed_tokens "
-        "kv_transfer_params skip_reading_prefix_cache",
+        "max_tokens kv_transfer_params skip_reading_prefix_cache",
     ),
     _call(f"{_REQUEST}.is_finished"),
     *_read(

@@ -20,8 +20,9 @@ from vllm_tiered_kv.remote.messages import MAX_GROUPS, MAX_RANKS, Identity
 from vllm_tiered_kv.remote.options import Address, RemoteOptions, parse_address
 from vllm_tiered_kv.remote.pages import contents_of, page_contents
 from vllm_tiered_kv.remote.start import (
-    FULL_ATTENTION_ONLY,
     NO_NIXL,
+    NO_STATES,
+    NO_WINDOWS_LENT,
     is_nixl_there,
     listen_address,
     load_key,
@@ -150,8 +151,10 @@ def _check(vllm_config: VllmConfig, options: RemoteOptions, geometry: Geometry, 
             "remote.verify: checksums are made of KV in host memory, and this engine has it on a "
             "device; leave it out"
         )
-    if not geometry.keeps_all:
-        raise ConfigError(FULL_ATTENTION_ONLY)
+    if geometry.has_states:
+        raise ConfigError(NO_STATES)
+    if not geometry.keeps_all and options.peers is not None:
+        raise ConfigError(NO_WINDOWS_LENT)
     if (reason := compat.ranks_elsewhere(vllm_config)) is not None:
         raise ConfigError(f"remote: this engine cannot hand KV over: {reason}; leave out remote")
     if compat.context_parallel_size(vllm_config) > 1:

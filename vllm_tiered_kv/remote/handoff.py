@@ -26,7 +26,7 @@ class Granted(msgspec.Struct, frozen=True):
     """What may be read."""
 
     blocks: tuple[tuple[int, ...], ...]
-    """The producer's, by KV cache group, from the first token on."""
+    """The producer's, by KV cache group, see `messages.Granted`."""
     memory: PeerMemory
     place: Place = Place.PAGES
     """What the numbers in :attr:`blocks` are of."""
@@ -40,6 +40,11 @@ class Granted(msgspec.Struct, frozen=True):
             return tuple(group.block_tokens for group in layout.groups)
         slots = layout.slots
         return tuple(group.block_tokens for group in slots.groups) if slots is not None else ()
+
+    @property
+    def page_tokens(self) -> tuple[int, ...]:
+        """The tokens of each of the producer's device blocks, by KV cache group."""
+        return tuple(group.block_tokens for group in self.memory.ranks[0].layout.groups)
 
 
 class State(enum.Enum):

@@ -178,7 +178,8 @@ class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
         tuple[Annotated[tuple[Block, ...], msgspec.Meta(max_length=MAX_BLOCKS)], ...],
         msgspec.Meta(min_length=1, max_length=MAX_GROUPS),
     ]
-    """By KV cache group, from the prompt's first token on; slots, if that is the place."""
+    """By KV cache group, to the prompt's last token; slots, if that is the place. They begin with
+    the first token, or where the last token's sliding window begins."""
     place: Place = Place.PAGES
     sums: Sums = ()
 

@@ -15,9 +15,13 @@ from vllm_tiered_kv.remote.options import Address, Handoff, RemoteOptions, parse
 NO_NIXL = (
     "remote: NIXL, which moves the bytes, is not installed here: pip install 'vllm-tiered-kv[nixl]'"
 )
-FULL_ATTENTION_ONLY = (
-    "remote: a model with sliding windows or recurrent states cannot be handed over yet; "
+NO_STATES = (
+    "remote: a model with recurrent states (Mamba, linear attention) cannot be handed over yet; "
     "leave out remote"
+)
+NO_WINDOWS_LENT = (
+    "remote.peers: chunks of a model with sliding windows cannot be lent to peers yet; "
+    "leave out peers"
 )
 
 

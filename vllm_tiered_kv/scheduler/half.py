@@ -208,6 +208,8 @@ class SchedulerHalf:
                 self.remote.planned(state, computed, tables)
         if self.core.settings.withdraws:
             self._uncache_withdrawn(output)
+        if self.remote is not None:
+            self.remote.preempted([r for i in compat.preempted(output) if (r := requests.get(i))])
         loads, stores = self.loads, self.stores
         self.gate.planned(output.num_scheduled_tokens, requests, loads=bool(loads.jobs))
         plan = StepPlan(

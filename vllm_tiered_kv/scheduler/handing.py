@@ -19,8 +19,8 @@ from vllm_tiered_kv.remote.memory import Place
 from vllm_tiered_kv.remote.options import Handoff
 from vllm_tiered_kv.remote.params import answer
 from vllm_tiered_kv.remote.serving import Offer
-from vllm_tiered_kv.scheduler.lending import Effort, Lender, Loan
-from vllm_tiered_kv.scheduler.readying import HandOver, Readying, Stage, Tables
+from vllm_tiered_kv.scheduler.lending import Effort, Extent, Lender, Loan, Tables
+from vllm_tiered_kv.scheduler.readying import HandOver, Readying, Stage
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import BlockPool
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SHORT_OF_BLOCKS = 0.5
 """With less than this share of the device's blocks free, to hold some takes others' room."""
+NO_BLOCKS = Extent((), ())
+"""All of it is in slots."""
 
 
 class HandingOptions(msgspec.Struct, frozen=True):
@@ -109,7 +111,11 @@ class HandOvers:
     def planned(
         self, state: RequestState, computed: int, tables: Callable[[], Sequence[Sequence[int]]]
     ) -> None:
-        """A step is planned; begin to copy with the one that completes the prompt.
+        """A step is planned; begin with the one that completes the prompt.
+
+        What is to be copied is copied then. And where there are sliding windows, what they leave
+        behind until the request ends is held: vLLM frees it, even the block in which the last
+        token's window begins, before it says that the request has ended.
 
         Args:
             state: a request that is to be handed over.
@@ -118,15 +124,28 @@ class HandOvers:
         """
         if state.handing is not None or computed < state.request.num_prompt_tokens:
             return
-        if self._options.handoff is Handoff.DEVICE or not self._is_ready(state):
+        if self._options.handoff is Handoff.DEVICE and self._core.geometry.keeps_all:
             return
-        state.handing = self._prepare(state, state.request.num_prompt_tokens, tables())
+        if not self._is_ready(state):
+            return
+        hand = self._prepare(state, state.request.num_prompt_tokens, tables())
+        if hand is not None:
+            self._keep(hand, state.request.max_tokens)
+        state.handing = hand
+
+    def preempted(self, state: RequestState) -> None:
+        """The request loses its blocks: what is held of them may be what it lacks to run again.
+
+        It is not held a second time, which could cost it its blocks once more.
+        """
+        if state.handing is not None:
+            self._let_go(state.handing)
 
     def drop(self, state: RequestState) -> None:
         """The request is not handed over."""
         hand, state.handing = state.handing, None
         if hand is not None:
-            self.readying.end(hand)
+            self._end(hand)
 
     def finished(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> Handed | None:
         """A request that asked for it ends; its blocks are freed after this call unless waited for.
@@ -140,7 +159,7 @@ class HandOvers:
             return None
         given = self._promise(state, hand)
         if given is None:
-            self.readying.end(hand)
+            self._end(hand)
             return None
         ticket, sealed = given
         self._all[ticket.lease] = hand
@@ -151,7 +170,7 @@ class HandOvers:
             sealed,
             engine_id=self._engine_id,
             request_id=hand.request_id,
-            blocks=hand.blocks,
+            blocks=hand.blocks.numbers,
             tensor_parallel=self._tensor_parallel,
         )
         hand.is_awaited = hand.stage is not Stage.READY
@@ -165,15 +184,17 @@ class HandOvers:
         if not self._is_ready(state):
             return None
         tokens = int(min(request.num_computed_tokens, request.num_prompt_tokens))
-        blocks = self._blocks(tokens, block_ids)
-        if tokens < 1 or blocks is None:
+        if tokens < 1:
             return None
         hand = state.handing
         if hand is None or (hand.version, hand.tokens) != (_version(state), tokens):
             self.drop(state)
-            return self._prepare(state, tokens, blocks)
+            return self._prepare(state, tokens, block_ids)
+        blocks = self._blocks(tokens, block_ids, hand.kept)
+        if blocks is None and (hand.loan is None or hand.loan.awaits):
+            return None
         state.handing = None
-        hand.blocks = blocks  # others, if it was preempted since
+        hand.blocks = blocks or NO_BLOCKS  # others, if it was preempted since
         return hand
 
     def _prepare(
@@ -203,23 +224,59 @@ class HandOvers:
         stale = state.epoch != self._core.epoch or state.unsure or state.content is None
         return not stale and self._agent.sends and self._pool is not None
 
-    def _blocks(self, tokens: int, block_ids: Sequence[Sequence[int]]) -> Tables | None:
-        """The prompt's blocks; None if they do not hold the prompt."""
-        groups = []
-        for group, table in zip(self._core.geometry.groups, block_ids, strict=True):
-            count = -(-tokens // group.block_tokens)
-            blocks = tuple(table[:count])
-            if len(blocks) < count or self._core.null_block in blocks:
+    def _blocks(
+        self, tokens: int, block_ids: Sequence[Sequence[int]], kept: Tables = ()
+    ) -> Extent | None:
+        """The prompt's blocks; None if they do not hold the prompt.
+
+        Args:
+            tokens: of the prompt.
+            block_ids: the request's block table, one list a group.
+            kept: blocks that are in place of the first ones, by group; none: none are.
+        """
+        groups, firsts = [], []
+        for g, (group, table) in enumerate(zip(self._core.geometry.groups, block_ids, strict=True)):
+            first = group.first_handed_token(tokens, group.block_tokens)
+            start, end = first // group.block_tokens, -(-tokens // group.block_tokens)
+            ahead = kept[g] if kept else ()
+            blocks = (*ahead, *table[start + len(ahead) : end])
+            if len(blocks) < end - start or self._core.null_block in blocks:
                 return None
             groups.append(blocks)
-        return tuple(groups)
+            firsts.append(first)
+        return Extent(tuple(groups), tuple(firsts))
+
+    def _keep(self, hand: HandOver, max_tokens: int) -> None:
+        """Hold what leaves the window before a request with so many tokens to say has ended."""
+        pool = self._pool
+        if pool is None:
+            return
+        end = hand.tokens - 1 + max_tokens + self._core.settings.draft_tokens
+        kept = []
+        tables, firsts = hand.blocks
+        for group, table, first in zip(self._core.geometry.groups, tables, firsts, strict=True):
+            gone = group.first_needed_token(end) // group.block_tokens
+            kept.append(table[: max(0, gone - first // group.block_tokens)])
+        hand.kept = tuple(kept)
+        compat.hold_blocks(pool, _flat(hand.kept))
+
+    def _let_go(self, hand: HandOver) -> None:
+        """Undo :meth:`_keep`, once."""
+        kept, hand.kept = hand.kept, ()
+        if kept and self._pool is not None:
+            compat.let_go_blocks(self._pool, _flat(kept))
+
+    def _end(self, hand: HandOver) -> None:
+        """Nobody reads it, or will."""
+        self.readying.end(hand)
+        self._let_go(hand)
 
     def _proof(self, state: RequestState, tokens: int) -> bytes | None:
         content = state.content.digest if state.content is not None else b""
         hash_tokens = self._core.geometry.hash_tokens
         return compat.proof_of(state.request, tokens, hash_tokens, content)
 
-    def _loan(self, state: RequestState, tokens: int, blocks: Tables) -> Loan | None:
+    def _loan(self, state: RequestState, tokens: int, blocks: Extent) -> Loan | None:
         """Slots for the prompt, where it is to be read from slots and they can be had."""
         handoff = self._options.handoff
         if handoff is Handoff.CPU:
@@ -239,15 +296,16 @@ class HandOvers:
 
     def _offer(self, hand: HandOver) -> None:
         """It can be read from now on."""
-        place, numbers = hand.place
+        place, extent = hand.place
         sums = tuple(hand.sums[rank] for rank in sorted(hand.sums))
         if hand.lease is not None:
-            self._agent.settle(hand.lease, Offer(hand.tokens, numbers, place, sums))
+            self._agent.settle(hand.lease, Offer(hand.tokens, extent.numbers, place, sums))
         if place is Place.SLOTS:
             self._core.tally.add(metrics.HANDOFFS.key("early"))
         elif self._pool is not None:
-            compat.hold_blocks(self._pool, _flat(hand.blocks))
+            compat.hold_blocks(self._pool, _flat(hand.blocks.numbers))
             hand.is_held = True
+        self._let_go(hand)
         self._let_vllm_go_on(hand)
 
     def _let_vllm_go_on(self, hand: HandOver) -> None:
@@ -264,10 +322,10 @@ class HandOvers:
             hand = self._all.pop(lease, None)
             if hand is None:
                 continue
-            self.readying.end(hand)
+            self._end(hand)
             self._let_vllm_go_on(hand)
             if hand.is_held and self._pool is not None:
-                compat.let_go_blocks(self._pool, _flat(hand.blocks))
+                compat.let_go_blocks(self._pool, _flat(hand.blocks.numbers))
         self.readying.end_waits()
 
 

@@ -2,7 +2,8 @@
 """Slots that a hand-over is read from, so that the device's blocks need not wait for it.
 
 Full chunks that the CPU tier has are pinned in it. What it lacks, and the tail below a chunk, is
-copied to slots that are not in the index. Scheduler thread only.
+copied to slots that are not in the index. A sliding window's part of a chunk is lent only where the
+last token sees some of it. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_tiered_kv.scheduler.index import ChunkIndex, Node, NodeState
+from vllm_tiered_kv.protocol import BlockCopy
+from vllm_tiered_kv.scheduler.index import ABSENT, ChunkIndex, Node, NodeState
 from vllm_tiered_kv.scheduler.plan import chunk_key
 
 if TYPE_CHECKING:
@@ -22,6 +24,17 @@ if TYPE_CHECKING:
 
 MAX_SHARE = 0.5
 """Of the pool that hand-overs may hold, so that the tier goes on beside them."""
+
+Tables = tuple[tuple[int, ...], ...]
+
+
+class Extent(NamedTuple):
+    """Blocks, or slots, that are handed over of a prompt; by KV cache group."""
+
+    numbers: Tables
+    """To the prompt's last token."""
+    firsts: tuple[int, ...]
+    """Tokens of the prompt before these, which a sliding window has left behind."""
 
 
 class Effort(enum.Enum):
@@ -34,17 +47,15 @@ class Effort(enum.Enum):
 class Loan:
     """The slots of one hand-over."""
 
-    __slots__ = ("awaits", "nodes")
+    __slots__ = ("awaits", "nodes", "slots")
 
-    def __init__(self, nodes: tuple[Node, ...], awaits: set[Node]) -> None:
+    def __init__(self, nodes: tuple[Node, ...], awaits: set[Node], slots: Extent) -> None:
         self.nodes = nodes
         """One a chunk, in the order of the prompt; each is pinned once for this loan."""
         self.awaits = awaits
         """Those that are being written."""
-
-    def slots(self, groups: int) -> tuple[tuple[int, ...], ...]:
-        """Slot numbers by KV cache group."""
-        return tuple(tuple(node.slots[g] for node in self.nodes) for g in range(groups))
+        self.slots = slots
+        """The slots in which what is wanted of them lies."""
 
 
 class Lender:
@@ -61,28 +72,27 @@ class Lender:
         self._geometry = geometry
         self._stores = stores
         self._lent: Counter[Node] = Counter()
+        self._sizes: dict[Node, int] = {}
+        """The slots that each of these had when it was lent first."""
         self.slots = 0
         """Slots that loans hold."""
 
-    def lend(
-        self,
-        state: RequestState,
-        tokens: int,
-        tables: Sequence[Sequence[int]],
-        effort: Effort,
-    ) -> Loan | None:
+    def lend(self, state: RequestState, tokens: int, blocks: Extent, effort: Effort) -> Loan | None:
         """Slots for a prompt's KV; those that are not written yet are being written from now on.
 
         Args:
             state: the request.
             tokens: of the prompt.
-            tables: its device blocks by KV cache group, which stay as they are until then.
+            blocks: on the device, which stay as they are until then.
             effort: what it may cost.
 
         Returns:
             None if there are none to be had.
         """
-        found, missing = self._look(state, tokens)
+        firsts = self._firsts(tokens)
+        wanted = self._wanted(tokens, firsts)
+        found = self._found(state, tokens, wanted)
+        missing = {chunk: groups for chunk, groups in wanted.items() if chunk not in found}
         tail = tokens % self._geometry.chunk_tokens
         if effort is Effort.SPARE and len(missing) > bool(tail):
             return None
@@ -91,63 +101,88 @@ class Lender:
         nodes = dict(found)
         for node in found.values():
             self._pin(node)
-        for chunk in missing:
-            copied = self._copy(state, chunk, tables)
+        for chunk, groups in missing.items():
+            copied = self._copy(state, chunk, groups, blocks)
             if copied is None:
                 self._give_back(nodes.values())
                 return None
             nodes[chunk] = copied
-        ordered = tuple(nodes[chunk] for chunk in range(len(nodes)))
+        ordered = tuple(nodes[chunk] for chunk in wanted)
         awaits = {node for node in ordered if node.state is not NodeState.READY}
-        return Loan(ordered, awaits)
+        slots = tuple(
+            tuple(nodes[chunk].slots[group] for chunk in wanted if group in wanted[chunk])
+            for group in self._geometry.group_ids
+        )
+        return Loan(ordered, awaits, Extent(slots, firsts))
 
     def give_back(self, loan: Loan) -> None:
         """They are not read any more."""
         self._give_back(loan.nodes)
 
-    def _look(self, state: RequestState, tokens: int) -> tuple[dict[int, Node], list[int]]:
-        """Chunks by index that are in the tier or on their way, and those that are not."""
+    def _firsts(self, tokens: int) -> tuple[int, ...]:
+        """Tokens of a prompt before the first chunk that is wanted, by group."""
+        geometry = self._geometry
+        return tuple(g.first_handed_token(tokens, geometry.chunk_tokens) for g in geometry.groups)
+
+    def _wanted(self, tokens: int, firsts: Sequence[int]) -> dict[int, list[int]]:
+        """The groups whose part of a chunk is wanted, by its index; chunks of none are left out."""
+        size = self._geometry.chunk_tokens
+        wanted = {
+            chunk: [group for group, first in enumerate(firsts) if first <= chunk * size]
+            for chunk in range(-(-tokens // size))
+        }
+        return {chunk: groups for chunk, groups in wanted.items() if groups}
+
+    def _found(
+        self, state: RequestState, tokens: int, wanted: Mapping[int, Sequence[int]]
+    ) -> dict[int, Node]:
+        """Chunks, by index, of which the tier has all that is wanted, or will have."""
         geometry = self._geometry
         found: dict[int, Node] = {}
-        missing: list[int] = []
         content = state.content.digest if state.content is not None else b""
-        full = tokens // geometry.chunk_tokens
-        for chunk in range(full):
+        for chunk, groups in wanted.items():
+            if (chunk + 1) * geometry.chunk_tokens > tokens:
+                break  # the tail
             key = chunk_key(state.request.block_hashes, chunk, geometry, content)
             node = self._index.get(key)
-            if node is not None and self._will_be(node):
+            if node is not None and self._will_be(node, groups):
                 found[chunk] = node
-            else:
-                missing.append(chunk)
-        if tokens % geometry.chunk_tokens:
-            missing.append(full)
-        return found, missing
+        return found
 
-    def _will_be(self, node: Node) -> bool:
-        """Whether it is there, or a store of ours will tell how it ends."""
+    def _will_be(self, node: Node, groups: Sequence[int]) -> bool:
+        """Whether these parts are there, or a store of ours will tell how it ends.
+
+        Parts that are being added to a chunk are not waited for: nobody tells how that ends.
+        """
+        if any(node.slots[group] == ABSENT for group in groups):
+            return False
         return node.state is NodeState.READY or self._stores.is_storing(node)
 
-    def _is_room(self, found: Mapping[int, Node], missing: Sequence[int], effort: Effort) -> bool:
-        fresh = len(self._geometry.groups) * len(missing)
+    def _is_room(
+        self, found: Mapping[int, Node], missing: Mapping[int, Sequence[int]], effort: Effort
+    ) -> bool:
+        fresh = sum(map(len, missing.values()))
         if effort is Effort.SPARE and fresh > self._index.free_slots:
             return False
         more = sum(node.num_slots for node in found.values() if not self._lent[node])
         return self.slots + more + fresh <= MAX_SHARE * self._index.num_slots
 
     def _copy(
-        self, state: RequestState, chunk: int, tables: Sequence[Sequence[int]]
+        self, state: RequestState, chunk: int, groups: Sequence[int], blocks: Extent
     ) -> Node | None:
-        """Have a chunk, or what there is of the last one, copied to slots of its own."""
-        geometry = self._geometry
-        node = self._index.borrow(geometry.group_ids)
+        """Have a chunk, or what there is of the first and the last one, copied to its own slots."""
+        node = self._index.borrow(groups)
         if node is None:
             return None
-        parts = {}
-        for group in geometry.group_ids:
-            size = geometry.blocks_per_chunk(group)
-            parts[group] = tuple(tables[group][chunk * size : (chunk + 1) * size])
+        copies = []
+        for group in groups:
+            size = self._geometry.blocks_per_chunk(group)
+            before = blocks.firsts[group] // self._geometry.groups[group].block_tokens
+            start, end = max(before, chunk * size), (chunk + 1) * size
+            part = blocks.numbers[group][start - before : end - before]
+            copies.append(BlockCopy(group, node.slots[group], start - chunk * size, part))
         use = state.content.use if state.content is not None else None
-        if not self._stores.lend(node, parts, use):
+        if not self._stores.lend(node, tuple(copies), use):
             self._index.unpin(node)
             return None
         self._note(node)
@@ -159,6 +194,7 @@ class Lender:
 
     def _note(self, node: Node) -> None:
         if not self._lent[node]:
+            self._sizes[node] = node.num_slots
             self.slots += node.num_slots
         self._lent[node] += 1
 
@@ -167,5 +203,5 @@ class Lender:
             self._lent[node] -= 1
             if not self._lent[node]:
                 del self._lent[node]
-                self.slots -= node.num_slots
+                self.slots -= self._sizes.pop(node)
             self._index.unpin(node)

@@ -9,17 +9,19 @@ blocks are held here until it is known that it does not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_tiered_kv import compat, metrics
 from vllm_tiered_kv.protocol import PullJob, PullResult
-from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory, State
+from vllm_tiered_kv.remote.handoff import Granted, Handoff, PeerMemory, State
 from vllm_tiered_kv.remote.params import Wish
 from vllm_tiered_kv.remote.ticket import TicketError
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.compat import BlockPool
+    from vllm_tiered_kv.geometry import GroupGeometry
     from vllm_tiered_kv.remote.agent import RemoteAgent
     from vllm_tiered_kv.scheduler.core import Core
     from vllm_tiered_kv.scheduler.requests import RequestState
@@ -136,20 +138,29 @@ class Pulls:
         if handoff.state is State.OVER or not self._agent.receives or self._is_full:
             self.drop(state)
             return start, start
-        if not self._fits(state, handoff):
+        granted = handoff.granted
+        if granted is None or not self._fits(state, handoff, granted):
             self._core.fail("remote_proof", "what was handed over is not of this prompt; ignored")
             self.drop(state)
             return start, start
-        if self._verify and handoff.granted is not None and not handoff.granted.sums:
+        if self._verify and not granted.sums:
             self._core.fail(
                 "remote_verify",
                 "a hand-over without checksums is ignored: give the producer verify as well",
             )
             self.drop(state)
             return start, start
-        end = handoff.ticket.tokens
         if start >= state.request.num_tokens - 1:
             return start, start  # the last token is computed in any case
+        end = self._end(state, handoff)
+        if not self._fills(granted, handoff.ticket.tokens, start, end):
+            self._core.fail(
+                "remote_pages",
+                "a hand-over is ignored: a sliding window begins within one of our blocks, which "
+                "are larger than the producer's; give both engines the same block size",
+            )
+            self.drop(state)
+            return start, start
         if _name(handoff) in self._pulling and self._will_be_there(state, start, end):
             return None
         return start, max(start, end)
@@ -161,12 +172,40 @@ class Pulls:
             return self._deadline  # another request's pull of the same has ended by then
         return LEASE_PATIENCE
 
+    def _end(self, state: RequestState, handoff: Handoff) -> int:
+        """How many of a prompt's tokens are taken at most.
+
+        Where there are sliding windows not the last one: vLLM computes it again, and its window
+        begins one token before the blocks that vLLM has when the token is there.
+        """
+        tokens, known = handoff.ticket.tokens, state.request.num_tokens
+        return tokens if self._core.geometry.keeps_all else min(tokens, known - 1)
+
+    def _fills(self, granted: Granted, tokens: int, start: int, end: int) -> bool:
+        """Whether all of the blocks that vLLM allocates for tokens ``[start, end)`` are written.
+
+        One of which only a part is would be taken for whole later, by vLLM and by the tiers.
+
+        Args:
+            granted: the KV of so many ``tokens``; in the first slot, if it is in slots, what the
+                producer's window has left behind is missing.
+        """
+        return all(
+            group.first_handed_token(tokens, size) <= max(start, _first_kept(group, end))
+            for group, size in zip(self._core.geometry.groups, granted.page_tokens, strict=True)
+        )
+
     def _will_be_there(self, state: RequestState, start: int, end: int) -> bool:
         """Whether a request finds on the device some of what another one pulls: whole blocks, and
-        never its last token's."""
-        block = self._core.geometry.hash_tokens
-        found = min(end, state.request.num_tokens - 1) // block
-        return self._core.settings.shares_device_prefixes and found > start // block
+        never its last token's. A sliding window must be there from its first token on."""
+        groups = self._core.geometry.groups
+        block = math.lcm(*(group.block_tokens for group in groups))
+        found = min(end, state.request.num_tokens - 1) // block * block
+        if not self._core.settings.shares_device_prefixes or found <= start:
+            return False
+        return all(
+            _first_kept(group, end) <= max(start, _first_kept(group, found)) for group in groups
+        )
 
     def drop(self, state: RequestState) -> None:
         """The request does not want what was handed over to it, or has it."""
@@ -180,15 +219,17 @@ class Pulls:
             return True
         return self.held > MAX_HELD_SHARE * compat.usable_blocks(self._pool)
 
-    def _fits(self, state: RequestState, handoff: Handoff) -> bool:
+    def _fits(self, state: RequestState, handoff: Handoff, granted: Granted) -> bool:
         """Whether it is this prompt's KV, by its proof and by the blocks granted."""
-        ticket, granted = handoff.ticket, handoff.granted
-        geometry = self._core.geometry
-        if granted is None or state.content is None or ticket.tokens > state.request.num_tokens:
+        ticket, geometry, sizes = handoff.ticket, self._core.geometry, granted.block_tokens
+        if state.content is None or ticket.tokens > state.request.num_tokens:
             return False
-        counts = [-(-ticket.tokens // tokens) for tokens in granted.block_tokens]
-        if len(counts) != len(geometry.groups):
+        if len(sizes) != len(geometry.groups):
             return False
+        counts = [
+            -(-ticket.tokens // size) - group.first_handed_token(ticket.tokens, size) // size
+            for group, size in zip(geometry.groups, sizes, strict=True)
+        ]
         if [len(blocks) for blocks in granted.blocks] != counts:
             return False
         if state.proven is not handoff:
@@ -221,21 +262,21 @@ class Pulls:
         granted = handoff.granted if handoff is not None else None
         if handoff is None or granted is None or handoff.state is not State.GRANTED:
             return None
-        local, remote, skips = [], [], set()
-        for group, table, theirs, size in zip(
-            geometry.groups, tables, granted.blocks, granted.block_tokens, strict=True
-        ):
+        local, skips, null = [], [], self._core.null_block
+        for group, table, size in zip(geometry.groups, tables, granted.block_tokens, strict=True):
             if start % group.block_tokens:
                 return None
-            first, last = start // group.block_tokens, -(-end // group.block_tokens)
-            ours = tuple(table[first:last])
-            if len(ours) < last - first or self._core.null_block in ours:
+            # Where a window has moved on vLLM has no blocks.
+            first = max(start, _first_kept(group, end))
+            ours = _blocks_of(group, table, first, end)
+            gone = _blocks_of(group, table, start, first)
+            if ours is None or gone is None or set(gone) - {null} or null in ours:
+                return None
+            skip = first - group.first_handed_token(handoff.ticket.tokens, size)
+            if skip < 0:
                 return None
             local.append(ours)
-            remote.append(tuple(theirs[start // size : -(-end // size)]))
-            skips.add(start % size)
-        if len(skips) != 1:
-            return None
+            skips.append(skip)
         self.introduce(granted.memory)
         active = ActivePull(handoff, tuple(b for group in local for b in group), end - start)
         self._active[job] = active
@@ -244,11 +285,10 @@ class Pulls:
         order = PullJob(
             granted.memory.engine,
             tuple(local),
-            tuple(remote),
+            granted.blocks,
             self._deadline,
+            tuple(skips),
             granted.place,
-            start,
-            skips.pop(),
             granted.sums if self._verify else (),
         )
         return order, active
@@ -306,6 +346,20 @@ class Pulls:
             if self._known.pop(engine, None) is not None:
                 self.peers = [memory for memory in self.peers if memory.engine != engine]
                 self.gone.append(engine)
+
+
+def _first_kept(group: GroupGeometry, computed: int) -> int:
+    """The first token of the blocks that vLLM has of a request with so many computed tokens."""
+    return group.first_needed_token(computed) // group.block_tokens * group.block_tokens
+
+
+def _blocks_of(
+    group: GroupGeometry, table: Sequence[int], start: int, end: int
+) -> tuple[int, ...] | None:
+    """The blocks of tokens ``[start, end)``, which begin with a block; None if the table ends
+    before."""
+    first, last = start // group.block_tokens, -(-end // group.block_tokens)
+    return tuple(table[first:last]) if last <= len(table) else None
 
 
 def _name(handoff: Handoff) -> tuple[str, int]:

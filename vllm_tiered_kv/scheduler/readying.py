@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tiered_kv.protocol import SumJob
 from vllm_tiered_kv.remote.memory import Place
-from vllm_tiered_kv.scheduler.lending import Lender, Loan
+from vllm_tiered_kv.scheduler.lending import Extent, Lender, Loan, Tables
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.scheduler.index import Node
@@ -21,8 +21,6 @@ COPY_PATIENCE = 1.0
 """Seconds that copies may take once a request has ended; then it is read from the pages."""
 SUM_PATIENCE = 4.0
 """Seconds that checksums may take; a consumer waits a little longer."""
-
-Tables = tuple[tuple[int, ...], ...]
 
 
 class Stage(enum.Enum):
@@ -40,7 +38,7 @@ class HandOver:
         request_id: whose prompt it is.
         version: what the KV is of, besides the tokens; compared, and not looked into.
         tokens: of the prompt.
-        blocks: on the device, by KV cache group.
+        blocks: on the device.
         loan: slots that it is read from; None: it is read from the blocks.
     """
 
@@ -48,6 +46,7 @@ class HandOver:
         "blocks",
         "is_awaited",
         "is_held",
+        "kept",
         "lease",
         "loan",
         "request_id",
@@ -59,7 +58,7 @@ class HandOver:
     )
 
     def __init__(
-        self, request_id: str, version: object, tokens: int, blocks: Tables, loan: Loan | None
+        self, request_id: str, version: object, tokens: int, blocks: Extent, loan: Loan | None
     ) -> None:
         self.request_id = request_id
         self.version = version
@@ -75,15 +74,18 @@ class HandOver:
         """By rank."""
         self.is_held = False
         """Whether the blocks are held by a reference of ours."""
+        self.kept: Tables = ()
+        """The first blocks of each group, held by another one until then: those that leave the
+        window before the request has ended."""
         self.is_awaited = False
         """Whether vLLM keeps the blocks until it is told otherwise."""
 
     @property
-    def place(self) -> tuple[Place, Tables]:
-        """Where it is read from: blocks or slots, by KV cache group."""
+    def place(self) -> tuple[Place, Extent]:
+        """Where it is read from: blocks or slots."""
         if self.loan is None:
             return Place.PAGES, self.blocks
-        return Place.SLOTS, self.loan.slots(len(self.blocks))
+        return Place.SLOTS, self.loan.slots
 
 
 class Readying:
@@ -205,7 +207,8 @@ class Readying:
         if lease is None or (hand.loan is not None and hand.loan.awaits):
             return
         if self._verify:
-            self.sums.append(SumJob(lease, hand.tokens, *hand.place))
+            place, extent = hand.place
+            self.sums.append(SumJob(lease, hand.tokens, place, *extent))
             self._enter(hand, lease, Stage.SUMMING)
             return
         self._ready(hand, lease)

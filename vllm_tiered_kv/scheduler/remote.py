@@ -6,7 +6,7 @@ Scheduler thread only; the control channel is the agent's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_tiered_kv import metrics
@@ -113,6 +113,11 @@ class RemotePlanner:
             self.handing.planned(state, computed, tables)
         except Exception:  # noqa: BLE001 - it would end the engine
             self._core.bug("getting a prompt ready to be handed over")
+
+    def preempted(self, states: Iterable[RequestState]) -> None:
+        """These requests have lost their blocks."""
+        for state in states:
+            self.handing.preempted(state)
 
     def finished(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> Handed | None:
         """A request ends: what another engine goes on from, where it asked."""

@@ -123,15 +123,13 @@ class StorePlanner:
         """Whether :attr:`on_end` will be told of a node."""
         return self._core.ledger.is_storing(node)
 
-    def lend(
-        self, node: Node, parts: Mapping[int, tuple[int, ...]], use: AdapterUse | None
-    ) -> bool:
+    def lend(self, node: Node, copies: tuple[BlockCopy, ...], use: AdapterUse | None) -> bool:
         """Copy device blocks to slots that are not in the index.
 
         Args:
             node: from `ChunkIndex.borrow`.
-            parts: device blocks by KV cache group, at most a chunk's.
-            use: the LoRA weights they were computed with.
+            copies: to its slots.
+            use: the LoRA weights the blocks were computed with.
 
         Returns:
             False if too much is under way.
@@ -139,7 +137,6 @@ class StorePlanner:
         core, pool = self._core, self._pool
         if pool is None or len(core.ledger.stores) >= MAX_STORES:
             return False
-        copies = tuple(BlockCopy(g, node.slots[g], 0, part) for g, part in parts.items())
         self._submit(pool, ActiveStore(node, _blocks(copies), is_lent=True), copies, use)
         core.index.pin(node)
         return True

@@ -26,6 +26,15 @@ WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"] * 16,
     "sliding_window": 1024,
 }
+STATES = {
+    **LLAMA_8B,
+    "layer_types": ["linear_attention", "full_attention"] * 16,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 CHUNKED = {
     **LLAMA_8B,
     "layer_types": ["chunked_attention", "full_attention"] * 16,
@@ -110,7 +119,9 @@ REMOTE = {"listen": "127.0.0.1:0", "key_file": "/x"}
     ("config", "remote", "says"),
     [
         (WINDOWS, None, None),
-        (WINDOWS, REMOTE, "sliding windows or recurrent states cannot be handed over yet"),
+        (WINDOWS, REMOTE, None),
+        (WINDOWS, {**REMOTE, "peers": ["127.0.0.1:1"]}, "cannot be lent to peers yet"),
+        (STATES, REMOTE, "recurrent states (Mamba, linear attention) cannot be handed over"),
         (CHUNKED, None, "chunked local attention"),
         (LLAMA_8B, REMOTE, None),
     ],

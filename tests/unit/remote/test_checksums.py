@@ -182,20 +182,20 @@ def make(layout: RankLayout, job: SumJob, *, host: bool = True) -> tuple[bytes, 
 @pytest.mark.parametrize("place", list(Place))
 def test_a_rank_makes_them_on_a_thread_of_its_own(place: Place) -> None:
     handed = Handed("LBHNC", 1, 1, slots=place is Place.SLOTS)
-    job = SumJob(5, ENTRIES * ENTRY_TOKENS, place, (tuple(handed.table.tolist()),))
+    job = SumJob(5, ENTRIES * ENTRY_TOKENS, place, (tuple(handed.table.tolist()),), (0,))
     assert make(handed.ranks[0].layout, job) == (handed.sums[0],)
 
 
 def test_what_a_rank_does_not_have_gets_none() -> None:
     layout = Handed("LBHNC", 1, 1, slots=False).ranks[0].layout
     table = ((0, 1, 2),)
-    assert make(layout, SumJob(1, 3 * ENTRY_TOKENS, Place.PAGES, table)) != ()
-    assert make(layout, SumJob(1, 3 * ENTRY_TOKENS, Place.PAGES, table), host=False) == ()
-    assert make(layout, SumJob(1, 4 * ENTRY_TOKENS, Place.PAGES, table)) == ()
-    assert make(layout, SumJob(1, ENTRY_TOKENS, Place.PAGES, ((1 << 40,),))) == ()
-    assert make(layout, SumJob(1, ENTRY_TOKENS, Place.PAGES, ())) == ()
+    assert make(layout, SumJob(1, 3 * ENTRY_TOKENS, Place.PAGES, table, (0,))) != ()
+    assert make(layout, SumJob(1, 3 * ENTRY_TOKENS, Place.PAGES, table, (0,)), host=False) == ()
+    assert make(layout, SumJob(1, 4 * ENTRY_TOKENS, Place.PAGES, table, (0,))) == ()
+    assert make(layout, SumJob(1, ENTRY_TOKENS, Place.PAGES, ((1 << 40,),), (0,))) == ()
+    assert make(layout, SumJob(1, ENTRY_TOKENS, Place.PAGES, (), ())) == ()
     without = RankLayout(0, layout.groups)
-    assert make(without, SumJob(1, ENTRY_TOKENS, Place.SLOTS, ((0,),))) == ()
+    assert make(without, SumJob(1, ENTRY_TOKENS, Place.SLOTS, ((0,),), (0,))) == ()
 
 
 def test_a_thread_that_is_behind_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

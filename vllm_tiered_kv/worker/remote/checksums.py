@@ -138,8 +138,8 @@ def are_equal(units: Units, places: Places, sums: bytes, start: int) -> bool:
     Args:
         units: from :func:`read_units`.
         places: the entries here.
-        sums: the producer's, of all of its rank's units, from the prompt's first entry on.
-        start: the entry of the prompt that `places` begins with.
+        sums: the producer's, of all of its rank's units, of all entries that it hands over.
+        start: which of these entries `places` begins with.
     """
     count = len(places.blocks)
     table = np.frombuffer(sums, dtype=np.uint8)

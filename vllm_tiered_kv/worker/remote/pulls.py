@@ -86,7 +86,7 @@ class _Check(NamedTuple):
     places: Places
     sums: bytes
     start: int
-    """The entry of the prompt that the places begin with."""
+    """Which of the entries that were handed over the places begin with."""
 
 
 class _Plan(NamedTuple):
@@ -227,18 +227,19 @@ class Pulls:
             self._fail("remote_peer", "a pull is not begun: that peer's memory is not known")
             return _Plan([], [])
         all_routes = peer.routes.get(order.place, ())
-        if len(order.local) != len(all_routes) or len(order.remote) != len(all_routes):
+        if {len(order.local), len(order.remote), len(order.skips)} != {len(all_routes)}:
             raise OutOfRange("another number of KV cache groups")
         by_rank: dict[int, list[Runs]] = {}
         checks: list[_Check] = []
         for g, routes in enumerate(all_routes):
-            ours, theirs = _places(routes, order.local[g], order.remote[g], order.skip)
+            ours, theirs = _places(routes, order.local[g], order.remote[g], order.skips[g])
             for runs in plan_read(routes, ours, theirs):
                 by_rank.setdefault(runs.rank, []).append(runs)
             for route in routes.routes if order.sums else ():
                 units = read_units(route, peer.groups(route.rank, order.place)[g])
                 sums = _sums(order, route.rank, g)
-                checks.append(_Check(units, ours, sums, order.start // routes.local.entry_tokens))
+                first = order.skips[g] // routes.remote.entry_tokens
+                checks.append(_Check(units, ours, sums, first))
         parts = [Part(peer.endpoints[rank], _joined(runs)) for rank, runs in by_rank.items()]
         return _Plan(parts, checks)
 

@@ -63,8 +63,8 @@ class Summing:
         sums: list[bytes] = []
         try:
             groups = self._groups[job.place]
-            for group, table in zip(groups, job.tables, strict=True):
-                blocks = -(-job.tokens // (group.entry_tokens * group.entries))
+            for group, table, first in zip(groups, job.tables, job.firsts, strict=True):
+                blocks = -(-(job.tokens - first) // (group.entry_tokens * group.entries))
                 places = place_entries(
                     np.array(table, dtype=np.int64),
                     group.entries,
