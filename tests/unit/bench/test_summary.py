@@ -126,9 +126,9 @@ def hits(arm: ArmReport) -> dict[str, Hits]:
 
 def test_a_tier_that_serves_nothing_is_not_shown_but_for_the_first() -> None:
     idle = {"prompt tokens": 1000.0, "tiered-kv: cpu": 0.0, "tiered-kv: disk": 0.0}
-    one = [block("a", n, [answer()], counted=idle) for n in range(3)]
-    (arm, _) = summed(one, one).arms
-    assert list(hits(arm)) == ["device", "connector", "tiered-kv: cpu", BY_ANSWERS]
+    one, two = ([block(arm, n, [answer()], counted=idle) for n in range(3)] for arm in "ab")
+    first, _ = summed(one, two).arms
+    assert list(hits(first)) == ["device", "connector", "tiered-kv: cpu", BY_ANSWERS]
 
 
 def test_hits_by_tier() -> None:
