@@ -69,6 +69,8 @@ class RemoteSettings(msgspec.Struct, frozen=True):
     """Slots of the CPU tier that peers may hold leases on at once; 0: none are lent."""
     peers: tuple[Address, ...] = ()
     """Engines that are asked for chunks; names are looked up."""
+    verify: bool = False
+    """Chunks without checksums are not borrowed."""
 
 
 class RemoteAgent:
@@ -121,7 +123,15 @@ class RemoteAgent:
         pages = functools.partial(self._refusal, plan_routes)
         self._client = Client(sockets.ask, self._hang_up, pages, clock, self._trouble)
         slots = functools.partial(self._refusal, plan_slot_routes)
-        self._finder = Finder(self.engine, sockets.ask, self._hang_up, slots, clock, self._trouble)
+        self._finder = Finder(
+            self.engine,
+            sockets.ask,
+            self._hang_up,
+            slots,
+            clock,
+            self._trouble,
+            verify=settings.verify,
+        )
         self._layouts: dict[int, RankLayout] = {}
         self._identity: Identity | None = None
         self._facts = UNTOLD
@@ -154,6 +164,11 @@ class RemoteAgent:
     def asks(self) -> bool:
         """Whether peers may be asked for chunks now."""
         return bool(self.settings.peers) and not self._closed
+
+    @property
+    def lends(self) -> bool:
+        """Whether peers may read chunks now."""
+        return self._ready and not self._closed and self.shelf is not None
 
     @property
     def leases(self) -> int:

@@ -19,6 +19,7 @@ from vllm_tiered_kv.remote.handoff import PeerMemory
 from vllm_tiered_kv.remote.inquiry import Inquiry, InquiryState, Loan
 from vllm_tiered_kv.remote.messages import (
     MAX_KEYS,
+    SUM_BYTES,
     Answer,
     Ask,
     Find,
@@ -115,6 +116,7 @@ class Finder:
         refusal: says why a peer's slots cannot be read into ours; None if they can.
         clock: seconds, monotonic.
         count: takes each kind of failure, and a sentence.
+        verify: borrow nothing without checksums.
     """
 
     def __init__(
@@ -125,8 +127,11 @@ class Finder:
         refusal: Callable[[PeerMemory], str | None],
         clock: Callable[[], float],
         count: Callable[[str, str], None],
+        *,
+        verify: bool = False,
     ) -> None:
         self._engine = engine
+        self._verify = verify
         self._send = send
         self._close = close
         self._refusal = refusal
@@ -336,13 +341,20 @@ class Finder:
         entry = question.entry
         hold = Hold(answer.lease, question.holder)
         until = question.sent + answer.seconds
-        loan = Loan(question.peer.address, memory, hold, answer.slots, until)
+        sums = answer.sums if self._verify else ()
+        loan = Loan(question.peer.address, memory, hold, answer.slots, until, sums)
         most = entry.wanted if entry is not None else 0
         if loan.chunks > most or len({len(slots) for slots in answer.slots}) != 1:
             self._count("remote_message", f"{loan.address} lends other than it was asked for")
-            self._return(loan)
-            return None
-        return loan
+        elif self._verify and not sums:
+            sentence = "its chunks have no checksums: give it remote.verify as well"
+            self._useless(question.peer, "remote_verify", sentence)
+        elif self._verify and not _are_whole(loan):
+            self._count("remote_message", f"{loan.address} lends chunks with other checksums")
+        else:
+            return loan
+        self._return(loan)
+        return None
 
     def _decide_if_clear(self, entry: _Open) -> None:
         """Once all have answered, or one has all."""
@@ -413,3 +425,9 @@ class Finder:
         memory, peer.memory = peer.memory, None
         if memory is not None:
             self.gone.append(memory.engine)
+
+
+def _are_whole(loan: Loan) -> bool:
+    """Whether there is a checksum of each slot on each rank."""
+    nbytes = SUM_BYTES * len(loan.memory.ranks) * len(loan.slots)
+    return [len(sums) for sums in loan.sums] == [nbytes] * loan.chunks
