@@ -6,6 +6,7 @@ Engine thread only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -112,6 +113,8 @@ class RemoteSide:
         self._read: list[SlotReadEnd] = []
         """Not yet told."""
         self.open_transport: Callable[..., Any] = open_transport
+        self.open_checker: Callable[[Callable[[], None]], Checker] = Checker
+        self.clock: Callable[[], float] = time.monotonic
 
     # -- set-up ------------------------------------------------------------------------
 
@@ -163,14 +166,14 @@ class RemoteSide:
         except TransportError as error:
             self._fail("remote_agent", f"no hand-overs on rank {self._rank}: {error}")
             return
-        self._checker = Checker(self._notify)
+        self._checker = self.open_checker(self._notify)
         self._summing = Summing(
             layout,
             self._checker,
             self._fail,
             pages_in_host_memory=self._are_pages_in_host_memory,
         )
-        self._pulls = Pulls(layout, transport, self._checker, self._fail)
+        self._pulls = Pulls(layout, transport, self._checker, self._fail, self.clock)
         self._layout = layout
 
     @property
