@@ -27,13 +27,10 @@ from vllm_tiered_kv.remote.messages import (
     Hold,
     Identity,
     Meet,
-    MessageError,
     Met,
-    OtherVersion,
     Reason,
     Refused,
     Return,
-    decode_answer,
     encode,
 )
 from vllm_tiered_kv.remote.options import MAX_PEERS, Address
@@ -213,22 +210,11 @@ class Finder:
 
     # -- what is answered --------------------------------------------------------------
 
-    def heard(self, address: Address, data: bytes) -> bool:
+    def heard(self, address: Address, answer: Answer) -> bool:
         """A peer says something; False if that is not ours to hear."""
-        if address not in self._peers or not (self._questions or self._late):
-            return False
-        try:
-            answer = decode_answer(data)
-        except OtherVersion as error:
-            self._useless(self._peers[address], "remote_version", str(error))
-            return False
-        except MessageError:
-            return False  # counted by who hears what is left
         number = answer.number
         question = self._questions.get(number) or self._late.get(number)
         if question is None or question.peer.address != address:
-            if isinstance(answer, Refused) and answer.reason is Reason.VERSION:
-                self._useless(self._peers[address], "remote_version", answer.sentence)
             return False
         if self._late.pop(number, None) is not None:
             self._heard_late(question, answer)
@@ -236,6 +222,11 @@ class Finder:
             del self._questions[number]
             self._answered(number, question, answer)
         return True
+
+    def is_of_another_version(self, address: Address, sentence: str) -> None:
+        """A peer and we do not understand each other."""
+        if address in self._peers:
+            self._useless(self._peers[address], "remote_version", sentence)
 
     def tick(self) -> None:
         """Give up what is late, and meet who is not known."""
