@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.ab_ttft import conditions, markdown
+from benchmarks.ab_ttft.arms import Arm, missing
 
 
 def say(text: str) -> None:
@@ -17,6 +19,20 @@ def say(text: str) -> None:
 def lengths(text: str) -> tuple[int, ...]:
     """``512,4000``: prompt lengths, shortest first."""
     return tuple(sorted(int(number) for number in text.split(",")))
+
+
+def arms_of(text: str) -> list[Arm]:
+    """``none,ours``: what is compared."""
+    return [Arm(name) for name in text.split(",")]
+
+
+def present(arms: Iterable[Arm]) -> list[Arm]:
+    """Those that can run here; why others cannot is said."""
+    reasons = {arm: missing(arm) for arm in arms}
+    for arm, reason in reasons.items():
+        if reason is not None:
+            say(f"skipping {arm.label}: {reason}")
+    return [arm for arm, reason in reasons.items() if reason is None]
 
 
 def update_docs(table: Path, document: Path, name: str) -> int:

@@ -30,11 +30,11 @@ from statistics import fmean
 import msgspec
 import numpy as np
 
-from benchmarks._command import say, update_docs
+from benchmarks._command import arms_of, present, say, update_docs
 from benchmarks._report import FOLDER, Report, Row
 from benchmarks._threads import in_threads
 from benchmarks.ab_ttft import conditions
-from benchmarks.ab_ttft.arms import Arm, Setup, missing
+from benchmarks.ab_ttft.arms import Arm, Setup
 from benchmarks.ab_ttft.cells import ratio, table, times
 from benchmarks.ab_ttft.client import BenchmarkFailed, Connection, completion_body
 from benchmarks.ab_ttft.floor import kv_bytes_per_token
@@ -264,12 +264,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended then, too
     workload = QUICK if args.quick else FULL
     workload = msgspec.structs.replace(workload, rounds=args.rounds or workload.rounds)
-    wanted = [Arm(name) for name in args.arms.split(",")]
-    reasons = {arm: missing(arm) for arm in wanted}
-    for arm, reason in reasons.items():
-        if reason is not None:
-            say(f"skipping {LABELS[arm]}: {reason}")
-    arms = [arm for arm, reason in reasons.items() if reason is None]
+    arms = present(arms_of(args.arms))
     model = build_model("llama", FOLDER.parent / "models" / "llama-bfloat16", dtype="bfloat16")
     setup = Setup(
         model=model,

@@ -241,8 +241,9 @@ IN_FLIGHT = Metric(
     "jobs_in_flight",
     ("direction",),
     "Jobs not yet finished: store, load (device), write, read (disk), peer_read (chunks from other "
-    "engines); and slots that these may be reading here (lent), hand-overs that are not free yet "
-    "(lease), reads that were given up and may still write (quarantine).",
+    "engines), sum (chunks whose checksums are to be made, before they are lent); and slots that "
+    "others may be reading here (lent), hand-overs that are not free yet (lease), reads that were "
+    "given up and may still write (quarantine).",
 )
 DEGRADED = Metric(
     "degraded",

@@ -14,7 +14,7 @@ import msgspec
 
 from vllm_tiered_kv.remote.handoff import PeerMemory
 from vllm_tiered_kv.remote.memory import Place, RankLayout
-from vllm_tiered_kv.remote.messages import Sums
+from vllm_tiered_kv.remote.messages import ChunkSums, Sums
 from vllm_tiered_kv.remote.transport import Endpoint
 
 MAX_RESULTS = 4096
@@ -112,12 +112,21 @@ class SumJob(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of the prompt before these, by group."""
 
 
-class RankSums(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's checksums of a hand-over."""
+class SlotSumJob(msgspec.Struct, frozen=True, array_like=True):
+    """Make checksums of chunks that peers may read."""
 
-    lease: int
+    job: int
+    slots: tuple[tuple[int, ...], ...]
+    """By KV cache group, as many in each."""
+
+
+class RankSums(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's checksums of a hand-over, or of chunks."""
+
+    number: int
+    """The lease's, or the job's."""
     groups: tuple[bytes, ...]
-    """By KV cache group, see `worker.remote.checksums`."""
+    """By KV cache group, see `worker.remote.checksums`; none: they could not be made."""
 
 
 class LoadJob(msgspec.Struct, frozen=True, array_like=True):
@@ -149,6 +158,8 @@ class SlotRead(msgspec.Struct, frozen=True, array_like=True):
     """The peer's slots they are read from, as many in each group."""
     deadline: float
     """Seconds this may take."""
+    sums: tuple[ChunkSums, ...] = ()
+    """The peer's checksums of each chunk, to be compared; none: nothing is."""
 
 
 class RemoteSetup(msgspec.Struct, frozen=True, array_like=True):
@@ -209,6 +220,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     reads: tuple[SlotRead, ...] = ()
     uncalled: tuple[int, ...] = ()
     """Reads of slots that nobody waits for any more."""
+    slot_sums: tuple[SlotSumJob, ...] = ()
 
 
 class PullResult(msgspec.Struct, frozen=True, array_like=True):
@@ -217,7 +229,7 @@ class PullResult(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     seconds: float
     ended: float
-    """When; by the monotonic clock of the host."""
+    """When it had arrived, and been compared; by the monotonic clock of the host."""
     may_write: bool
     """It was given up, and its device blocks may still be written."""
 
@@ -262,6 +274,7 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     """Loads, and reads of slots, that were given up and can write no more."""
     sums: tuple[RankSums, ...] = ()
     reads: tuple[SlotReadEnd, ...] = ()
+    slot_sums: tuple[RankSums, ...] = ()
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks._command import lengths, say, update_docs
+from benchmarks._command import arms_of, lengths, present, say, update_docs
 from benchmarks._report import FOLDER, Report
 from benchmarks.ab_ttft import conditions, markdown, plot
-from benchmarks.ab_ttft.arms import IN_MEMORY, Arm, Setup, missing
+from benchmarks.ab_ttft.arms import IN_MEMORY, Arm, Setup
 from benchmarks.ab_ttft.client import BenchmarkFailed
 from benchmarks.ab_ttft.floor import kv_bytes_per_token
 from benchmarks.ab_ttft.measure import FULL, QUICK, TAIL_TOKENS, Measured, Run, Workload
@@ -39,7 +39,7 @@ def main() -> int:
         return update_docs(table, DOCUMENT, NAME)
     signal.signal(signal.SIGTERM, _terminate)  # so that the servers are ended then, too
     workload = _workload(args)
-    arms = [arm for arm in args.arms if _present(arm)]
+    arms = present(args.arms)
     model = build_model("llama", FOLDER.parent / "models" / "llama-bfloat16", dtype="bfloat16")
     setup = Setup(
         model=model,
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="two lengths, fewer repeats")
-    parser.add_argument("--arms", type=_arms, default=list(IN_MEMORY), help="such as none,ours")
+    parser.add_argument("--arms", type=arms_of, default=list(IN_MEMORY), help="such as none,ours")
     parser.add_argument("--lengths", type=lengths, help="prompt lengths, such as 512,2048")
     parser.add_argument("--rounds", type=int, help="rounds of all arms")
     parser.add_argument("--pairs", type=int, help="further cold pairs a length")
@@ -123,17 +123,6 @@ def _workload(args: argparse.Namespace) -> Workload:
         rounds=base.rounds if args.rounds is None else args.rounds,
         pairs=base.pairs if args.pairs is None else args.pairs,
     )
-
-
-def _arms(text: str) -> list[Arm]:
-    return [Arm(name) for name in text.split(",")]
-
-
-def _present(arm: Arm) -> bool:
-    reason = missing(arm)
-    if reason is not None:
-        say(f"skipping {arm.label}: {reason}")
-    return reason is None
 
 
 def _terminate(*_: object) -> None:

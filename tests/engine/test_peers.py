@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine._handover import alone, wait
+from tests.engine import _damage
+from tests.engine._handover import IN_FLIGHT, alone, wait
 from tests.engine._server import (
     BLOCK_TOKENS,
     Pool,
@@ -24,10 +25,12 @@ from tests.engine._server import (
     prompt,
     stored,
 )
+from tools.serving import Client
 from vllm_tiered_kv.remote import keys
 
 pytest.importorskip("nixl")
 
+ROOT = Path(__file__).parents[2]
 LEASE = 5.0
 TOKENS = 20 * BLOCK_TOKENS
 _seeds = itertools.count()
@@ -40,7 +43,7 @@ def free_port() -> int:
         return port
 
 
-def config(key: Path, port: int, peers: list[str]) -> dict[str, Any]:
+def config(key: Path, port: int, peers: list[str], *, verify: bool) -> dict[str, Any]:
     return {
         "kv_connector": "TieredKVConnector",
         "kv_role": "kv_both",
@@ -54,17 +57,25 @@ def config(key: Path, port: int, peers: list[str]) -> dict[str, Any]:
                 "peers": peers,
                 "lease": LEASE,
                 "deadline": 3.0,
+                "verify": verify,
             },
         },
     }
 
 
 class Pair:
-    """A, and B that asks it."""
+    """A, and B that asks it.
 
-    def __init__(self, a: Running, b: Running) -> None:
+    Args:
+        a: lends.
+        b: borrows.
+        damage: see :func:`engines`.
+    """
+
+    def __init__(self, a: Running, b: Running, damage: Path) -> None:
         self.a = a
         self.b = b
+        self.damage = damage
 
     def hits(self) -> float:
         metrics = self.b.client.metrics()
@@ -78,8 +89,16 @@ class Pair:
         }
 
     def teach(self, tokens: list[int]) -> None:
+        """A computes a prompt, and lends it."""
         self.a.client.complete(tokens, max_tokens=1)
         stored(self.a.client)
+        wait(lambda: lends(self.a.client), "A makes no checksums")
+
+
+def lends(client: Client) -> bool:
+    """Whether an engine lends all that it has stored; its figures move with requests only."""
+    client.complete([9, 8, 9], max_tokens=1)
+    return not client.metrics().value(IN_FLIGHT, direction="sum")
 
 
 def fresh(tokens: int) -> list[int]:
@@ -87,19 +106,25 @@ def fresh(tokens: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def engines(servers: Pool, folder: Path) -> Iterator[Pair]:
-    """Two that know each other."""
+def engines(servers: Pool, folder: Path, *, verify: bool) -> Iterator[Pair]:
+    """Two that know each other; while there is a file "damage" what A lends with checksums changes
+    when they have been made."""
     key = folder / "fleet.key"
+    faulty = {
+        "kv_connector": _damage.DamagedSlotsTieredKVConnector.__name__,
+        "kv_connector_module_path": _damage.__name__,
+    }
+    env = {_damage.VARIABLE: str(folder / "damage"), "PYTHONPATH": str(ROOT)}
     keys.write(key, keys.generate())
     ports = free_port(), free_port()
     with contextlib.ExitStack() as stack:
         made = []
-        for own, other in (ports, ports[::-1]):
-            setup = config(key, own, [f"127.0.0.1:{other}"])
-            made.append(stack.enter_context(servers.private(kv_transfer_config=setup)))
+        for own, other, more in ((*ports, faulty), (*ports[::-1], {})):
+            setup = {**config(key, own, [f"127.0.0.1:{other}"], verify=verify), **more}
+            made.append(stack.enter_context(servers.private(kv_transfer_config=setup, env=env)))
         for running in made:
             running.client.complete([9, 8, 9], max_tokens=1)  # ranks come with a first step
-        pair = Pair(*made)
+        pair = Pair(*made, folder / "damage")
         wait(lambda: asks(pair), "B does not ask A")
         yield pair
 
@@ -114,7 +139,7 @@ def asks(pair: Pair) -> bool:
 
 @pytest.fixture(scope="module")
 def pair(servers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with engines(servers, tmp_path_factory.mktemp("keys")) as pair:
+    with engines(servers, tmp_path_factory.mktemp("keys"), verify=True) as pair:
         yield pair
 
 
@@ -144,6 +169,26 @@ def computes(pair: Pair, texts: list[list[int]]) -> None:
     assert pair.hits() == before
 
 
+def test_a_wrong_byte_in_a_peers_memory_is_never_used(pair: Pair) -> None:
+    texts: list[list[int]] = []
+
+    def is_seen() -> bool:
+        texts.append(fresh(TOKENS))
+        pair.teach(texts[-1])
+        computes(pair, texts[-1:])
+        return "remote_verify" in pair.failures()
+
+    pair.damage.touch()
+    try:
+        wait(is_seen, "B never came across a wrong byte")
+    finally:
+        pair.damage.unlink()
+    # Nor is it in B's own tier: what B has computed is.
+    assert flushed(pair.b.client)
+    computes(pair, texts)
+    wait(lambda: asks(pair), "B does not ask A any more")
+
+
 def test_a_peer_that_stands_still_and_goes_on(pair: Pair) -> None:
     texts = [fresh(TOKENS), fresh(TOKENS)]
     for text in texts:
@@ -166,7 +211,7 @@ def test_after_a_reset_nothing_is_lent(pair: Pair) -> None:
 
 
 def test_a_peer_that_is_killed(servers: Pool, tmp_path: Path) -> None:
-    with engines(servers, tmp_path) as pair:
+    with engines(servers, tmp_path, verify=False) as pair:
         texts = [fresh(TOKENS), fresh(TOKENS)]
         for text in texts:
             pair.teach(text)

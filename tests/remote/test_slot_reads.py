@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import xxhash
 
 from tests.remote._peer import Peer
 from tests.remote._reader import PATIENCE, UNTOUCHED, Reader
@@ -71,6 +72,24 @@ def test_slots_arrive_whole_and_nothing_else_is_touched(transports: str) -> None
             want[at : at + SLOT_BYTES] = peer.bytes[source : source + SLOT_BYTES]
         assert np.array_equal(reader.memory, want)
         assert side.failures == []
+
+
+def test_slots_are_compared_when_they_have_arrived(transports: str) -> None:
+    with Peer(8, SLOTS * SLOT_BYTES, transports) as peer, Reader(SLOTS * SLOT_BYTES) as reader:
+        side = Side(reader)
+        side.pulls.meet(peer_memory(peer))
+        slots = np.split(peer.bytes, SLOTS)
+        sums = tuple(xxhash.xxh3_128_digest(slot) for slot in slots)
+        there = (7, 2, 15)
+        good = tuple(sums[slot] for slot in there)
+        side.pulls.start_slots(SlotRead(1, ENGINE, ((3, 9, 0),), (there,), PATIENCE, good))
+        assert side.end_of(1)[0] is JobStatus.DONE
+        assert side.failures == []
+        for job, wrong in ((2, good[::-1]), (3, good[:2]), (4, (b"", b"", b"")), (5, good[:1] * 3)):
+            side.pulls.start_slots(SlotRead(job, ENGINE, ((3, 9, 0),), (there,), PATIENCE, wrong))
+            status, result = side.end_of(job)
+            assert (status, result.may_write) == (JobStatus.FAILED, False)
+        assert side.failures == ["remote_verify"] * 4
 
 
 def test_a_read_that_is_called_off_says_whether_it_may_still_write(tcp: str) -> None:

@@ -47,6 +47,10 @@ class Audit:
         self._chains |= other._chains
         self.spoilt |= other.spoilt
 
+    def names(self, key: bytes, per_chunk: int) -> np.ndarray:
+        """What the tokens of a chunk's blocks are named by, `[per_chunk, BLOCK]`."""
+        return np.stack([self._blocks[k] for k in self._chains[key][-per_chunk:]])
+
     def check_files(self, root: Path) -> None:
         """Every file holds what was computed for its key by the weights the engine began with."""
         sim = self._sim
@@ -73,7 +77,7 @@ class Audit:
             self.spoilt.discard(path)
             got = np.frombuffer(payload[:nbytes], dtype=np.int64)
             keys = layer_keys(len(sim.ranks[0].windows), found.rank)[found.group]
-            names = np.stack([self._blocks[k] for k in self._chains[found.key][-per_chunk:]])
+            names = self.names(found.key, per_chunk)
             if state:
                 want = names[-1][-1] ^ np.repeat(keys[:, None], BLOCK, axis=1)
             else:
@@ -101,8 +105,7 @@ class Audit:
                 continue
             chunk = self._chunks.get(key)
             if chunk is None:
-                chunk = np.stack([self._blocks[k] for k in self._chains[key][-per_chunk:]])
-                self._chunks[key] = chunk
+                chunk = self._chunks[key] = self.names(key, per_chunk)
             for group, slot in enumerate(node.slots):
                 if slot != ABSENT:
                     slots[group].append(slot)

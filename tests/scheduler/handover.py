@@ -69,7 +69,7 @@ class Engine:
     def pass_time(self, seconds: float) -> None:
         """After the agent has come to all that was said to it."""
         come_to: list[int] = []
-        self.remote.agent._insist(come_to.append, 1)
+        self.remote.agent._errands.insist(come_to.append, 1)
         wait(lambda: bool(come_to), "the agent is stuck")
         self.clock.ahead += seconds
 

@@ -7,18 +7,23 @@ seams. Copies are real copies of real bytes, made in the moment they are asked f
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorWorkerMetadata,
 )
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.scheduler.manual_disk import ManualAgent, ManualExecutor, by_hand
-from tests.scheduler.sim import Sim
+from tests.scheduler.manual_peers import HandChecker, HandTransport, Peers, remote_by_hand
+from tests.scheduler.sim import BLOCK, Sim
+from tests.scheduler.tokens import layer_keys
 from vllm_tiered_kv.connector import ReportMetadata
 from vllm_tiered_kv.protocol import Direction, JobResult, Setup, WorkerReport
 from vllm_tiered_kv.worker.mover import CopyJob, Lane
@@ -107,12 +112,21 @@ class ManualSim(Sim):
 
     def __init__(self, **options: Any) -> None:
         self.now = 0.0
-        with by_hand(lambda: self.now):
+        named = threading.Event()
+        with contextlib.ExitStack() as made_by_hand:
+            made_by_hand.enter_context(by_hand(lambda: self.now))
+            made_by_hand.enter_context(remote_by_hand(lambda: self.now, named))
             super().__init__(**options)
         disk = self.half.core.disk
         self.agent: ManualAgent | None = disk.agent if disk is not None else None
         if self.agent is not None:
             assert self.agent.named.wait(60), "the namespace is not known"
+        self.peers: Peers | None = None
+        """Other engines; None where nobody is asked."""
+        if self.half.remote is not None:
+            assert named.wait(60), "the namespace is not known"
+            verify = options["extra"]["remote"]["verify"]
+            self.peers = Peers(self, verify=verify)
         self.pace = Pace.ALL
         """What goes on while the engine pauses."""
         self.tick = 0.0
@@ -129,7 +143,8 @@ class ManualSim(Sim):
             b"",
             self.half.core.settings.num_slots,
             self.half.core.geometry.chunk_tokens,
-            *(self.agent.addresses if self.agent is not None else ()),
+            *(self.agent.addresses if self.agent is not None else ("", "", b"")),
+            self.half.remote.setup if self.half.remote is not None else None,
         )
         self.half.core.clock = lambda: self.now
         for rank in self.ranks:
@@ -157,11 +172,21 @@ class ManualSim(Sim):
         worker._clock = lambda: self.now
         worker._channel = self.channel
         worker._copying = lambda: False  # an idle step waits for no thread: there is none
+        if worker.remote is not None:
+            worker.remote.open_transport = self._transport
+            worker.remote.open_checker = HandChecker
+            worker.remote.clock = lambda: self.now
 
     def _lane(self, worker: Any, direction: Direction, on_end: Any) -> ManualLane:
         lane = ManualLane(direction, worker._copy, on_end, self._look_at_clock)
         self.lanes.append(lane)
         return lane
+
+    def _transport(self, *args: Any, **kwargs: Any) -> HandTransport:
+        transport = HandTransport(*args, **kwargs)
+        assert self.peers is not None
+        transport.gone = self.peers.gone
+        return transport
 
     def _look_at_clock(self) -> float:
         self.now += self.tick
@@ -177,6 +202,8 @@ class ManualSim(Sim):
             self._deliver()
             if self.agent is not None:
                 self._disk_goes_on(self.agent)
+            if self.peers is not None:
+                self.peers.goes_on(self.steps)
 
     def let_through(self) -> None:
         """Every copy ends and every report arrives."""
@@ -186,6 +213,8 @@ class ManualSim(Sim):
         if self.agent is not None:
             self.agent.look_round()
             self.agent.finish()
+        if self.peers is not None:
+            self.peers.finish()
 
     def _disk_goes_on(self, agent: ManualAgent) -> None:
         """A file here, a report there."""
@@ -243,6 +272,13 @@ class ManualSim(Sim):
                 self.late.append(WorkerReport(report.rank, stores))
             kept.append(msgspec.structs.replace(report, results=loads))
         return ReportMetadata(tuple(kept))
+
+    def image(self, key: bytes, rank: int, group: int) -> np.ndarray[Any, Any]:
+        """What a chunk's slot holds, by the weights the engine began with; int64."""
+        per_chunk = self.half.core.geometry.chunk_tokens // BLOCK
+        keys = layer_keys(len(self.ranks[0].windows), rank)[group]
+        names = self.audit.names(key, per_chunk)
+        return (names[:, None, :] ^ keys[:, None]).reshape(-1)
 
     # -- what must hold ------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from vllm_tiered_kv.errands import Errands
 from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.protocol import JobResult
 from vllm_tiered_kv.tiers.disk import open as disk_open
@@ -169,12 +170,12 @@ class ManualAgent(DiskAgent):
         self.named = threading.Event()
         self._sockets: Any = _Sockets(self.executors)
         self._clock = clock
-        self._inbox = deque()
+        self._errands = Errands(self._sockets.wake)
         self._ended = deque()
         self._failures = deque()
         self._claims = Claims(settings.ranks, settings.max_queued)
         self._trouble_log = OncePerKind(get_logger(__name__))
-        self._closing = self._stopping = self._asleep = self._degraded = False
+        self._closing = self._stopping = self._degraded = False
         self._purges_asked = self._purges_done = 0
         self._connected = 0
         self._malformed = self._missed = 0
@@ -205,8 +206,8 @@ class ManualAgent(DiskAgent):
 
     def think(self) -> None:
         """It comes to what it was told."""
-        while self._inbox:
-            self._inbox.popleft()()
+        for call in self._errands.take():
+            call()
         if len(self.executors) != self._connected:
             self._connected = len(self.executors)
             self._tier.connected({rank: e._part_bytes for rank, e in self.executors.items()})

@@ -45,6 +45,8 @@ class NearTransport:
         """Given up, and may still write."""
         self.nbytes = 0
         self.reads = 0
+        self.gone: set[str] = set()
+        """Peers that are not there any more."""
         self.is_closed = False
 
     def export(self) -> Endpoint | None:
@@ -59,9 +61,7 @@ class NearTransport:
     def start_read(self, read: Read) -> None:
         self.reads += 1
         if self.is_broken or read.peer not in self._known:
-            self._results.append(
-                ReadResult(read.job, Outcome.FAILED, kind="remote_disconnected", reason="broken")
-            )
+            self._fail(read)
         elif self.is_held:
             self.held.append(read)
         else:
@@ -113,10 +113,19 @@ class NearTransport:
         """The bytes of what was given up come after all, and then no more."""
         lost, self.lost = self.lost, []
         for read in lost:
-            self._copy(read)
+            if read.peer not in self.gone:
+                self._copy(read)
             self._settled.append(read.job)
 
+    def _fail(self, read: Read) -> None:
+        self._results.append(
+            ReadResult(read.job, Outcome.FAILED, kind="remote_disconnected", reason="broken")
+        )
+
     def _end(self, read: Read) -> None:
+        if read.peer in self.gone:
+            self._fail(read)
+            return
         self._copy(read)
         nbytes = int(read.nbytes.sum())
         self.nbytes += nbytes

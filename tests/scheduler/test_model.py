@@ -27,7 +27,8 @@ SEEN = (
     "drafts|accepted drafts|rejected neighbour|ended restarts hit_tokens|disk chunks|stored|disk "
     "chunks|loaded|disk chunks|failed|disk chunks|evicted|disk "
     "failures|disk_damaged gate_decisions|all|forced gate_decisions|all|learning "
-    "gate_decisions|all|predicted gate_decisions|none|predicted"
+    "gate_decisions|all|predicted gate_decisions|none|predicted "
+    "hit_tokens|peer_cpu chunks|failed|peer_cpu failures|remote_verify failures|remote_disconnected"
 ).split()
 """What a run must have come across, or it has not tried what it is for."""
 SETTINGS = settings(

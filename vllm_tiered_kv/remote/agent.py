@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from vllm_tiered_kv.errands import Errands
 from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.remote.asking import Client
 from vllm_tiered_kv.remote.channel import ControlSockets
@@ -28,7 +29,15 @@ from vllm_tiered_kv.remote.inquiry import Inquiry, InquiryState
 from vllm_tiered_kv.remote.leases import LeaseTable
 from vllm_tiered_kv.remote.loans import ChunkLender
 from vllm_tiered_kv.remote.memory import RankLayout
-from vllm_tiered_kv.remote.messages import Identity, RankMemory
+from vllm_tiered_kv.remote.messages import (
+    Identity,
+    MessageError,
+    OtherVersion,
+    RankMemory,
+    Reason,
+    Refused,
+    decode_answer,
+)
 from vllm_tiered_kv.remote.names import Resolver
 from vllm_tiered_kv.remote.options import Address
 from vllm_tiered_kv.remote.serving import Offer, Server
@@ -43,8 +52,6 @@ T = TypeVar("T")
 
 GRACE = 5.0
 """Seconds by which a producer's memory outlives the time of a holder that says nothing."""
-MAX_INBOX = 1 << 16
-"""Things said to the agent that it has not come to."""
 MAX_FAILURES = 4096
 """Failures not yet taken; older ones are not counted."""
 TICK = 0.2
@@ -69,6 +76,8 @@ class RemoteSettings(msgspec.Struct, frozen=True):
     """Slots of the CPU tier that peers may hold leases on at once; 0: none are lent."""
     peers: tuple[Address, ...] = ()
     """Engines that are asked for chunks; names are looked up."""
+    verify: bool = False
+    """Chunks without checksums are not borrowed."""
 
 
 class RemoteAgent:
@@ -94,7 +103,7 @@ class RemoteAgent:
         """This engine's incarnation."""
         self.clock = clock
         self._sockets = sockets
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._errands = Errands(sockets.wake)
         self._freed: deque[int] = deque()
         self._gone: deque[str] = deque()
         self._failures: deque[str] = deque(maxlen=MAX_FAILURES)
@@ -105,7 +114,6 @@ class RemoteAgent:
         self._ready = False
         self._closed = False
         self._stopping = False
-        self._asleep = False
         self._malformed = self._turned_away = 0
         self._leases = LeaseTable(settings.lease, GRACE, settings.max_leases)
         self.shelf: Shelf[Any] | None = None
@@ -121,7 +129,15 @@ class RemoteAgent:
         pages = functools.partial(self._refusal, plan_routes)
         self._client = Client(sockets.ask, self._hang_up, pages, clock, self._trouble)
         slots = functools.partial(self._refusal, plan_slot_routes)
-        self._finder = Finder(self.engine, sockets.ask, self._hang_up, slots, clock, self._trouble)
+        self._finder = Finder(
+            self.engine,
+            sockets.ask,
+            self._hang_up,
+            slots,
+            clock,
+            self._trouble,
+            verify=settings.verify,
+        )
         self._layouts: dict[int, RankLayout] = {}
         self._identity: Identity | None = None
         self._facts = UNTOLD
@@ -130,7 +146,7 @@ class RemoteAgent:
         self._resolver: Resolver | None = None
         if settings.peers:
             self._resolver = Resolver(
-                settings.peers, lambda found: self._insist(self._finder.know, found)
+                settings.peers, lambda found: self._errands.insist(self._finder.know, found)
             )
 
     @property
@@ -156,6 +172,11 @@ class RemoteAgent:
         return bool(self.settings.peers) and not self._closed
 
     @property
+    def lends(self) -> bool:
+        """Whether peers may read chunks now."""
+        return self._ready and not self._closed and self.shelf is not None
+
+    @property
     def leases(self) -> int:
         """Hand-overs whose memory is not free yet."""
         return self._outstanding
@@ -178,13 +199,13 @@ class RemoteAgent:
 
     def identify(self, identity: Identity, facts: IdentityFacts = UNTOLD) -> None:
         """What this engine's KV means is known, and in words; any thread."""
-        self._insist(self._server.identify, identity, facts)
-        self._insist(self._client.identify, identity, facts)
-        self._insist(self._identified, identity, facts)
+        self._errands.insist(self._server.identify, identity, facts)
+        self._errands.insist(self._client.identify, identity, facts)
+        self._errands.insist(self._identified, identity, facts)
 
     def remember(self, layout: RankLayout, endpoint: Endpoint | None) -> None:
         """How a rank's pages lie, and how peers can read them."""
-        self._insist(self._learn, layout, endpoint)
+        self._errands.insist(self._learn, layout, endpoint)
 
     def promise(self, tokens: int, proof: bytes) -> tuple[Ticket, str] | None:
         """Hand the KV of so many tokens over to who comes with the ticket.
@@ -207,14 +228,14 @@ class RemoteAgent:
             tokens,
             proof,
         )
-        if not self._say(self._server.promise, ticket.lease):
+        if not self._errands.tell(self._server.promise, ticket.lease):
             return None
         self._outstanding += 1
         return ticket, seal(ticket, self.settings.sealing)
 
     def settle(self, lease: int, offer: Offer) -> None:
         """What was promised is there."""
-        self._insist(self._server.settle, lease, offer)
+        self._errands.insist(self._server.settle, lease, offer)
 
     # -- what is wanted: a consumer ----------------------------------------------------
 
@@ -226,13 +247,13 @@ class RemoteAgent:
         """
         ticket = unseal(sealed, self.settings.sealing)
         handoff = Handoff(ticket, f"{self.engine}.{next(self._numbers)}")
-        if not self._say(self._client.open, handoff):
+        if not self._errands.tell(self._client.open, handoff):
             handoff.end("the agent is busy")
         return handoff
 
     def release(self, handoff: Handoff) -> None:
         """It is not wanted any more, and no read of it goes on."""
-        self._insist(self._client.release, handoff)
+        self._errands.insist(self._client.release, handoff)
 
     # -- what is wanted: chunks ----------------------------------------------------------
 
@@ -244,13 +265,13 @@ class RemoteAgent:
             content: what each key ends with.
         """
         inquiry = Inquiry(keys, content)
-        if not self.asks or not self._say(self._finder.open, inquiry):
+        if not self.asks or not self._errands.tell(self._finder.open, inquiry):
             inquiry.state = InquiryState.OVER
         return inquiry
 
     def give_back(self, inquiry: Inquiry) -> None:
         """Nothing of it is wanted any more, and no read of it goes on."""
-        self._insist(self._finder.give_back, inquiry)
+        self._errands.insist(self._finder.give_back, inquiry)
 
     # -- the end -----------------------------------------------------------------------
 
@@ -259,35 +280,23 @@ class RemoteAgent:
         if self._closed:
             return
         self._closed = True
-        self._insist(self._server.close, why)
-        self._insist(self._client.stop, why)
-        self._insist(self._finder.stop)
+        self._errands.insist(self._server.close, why)
+        self._errands.insist(self._client.stop, why)
+        self._errands.insist(self._finder.stop)
 
     def revoke(self) -> None:
         """Grant nobody what is offered now: it may be wrong."""
-        self._insist(self._server.revoke)
+        self._errands.insist(self._server.revoke)
 
     def shutdown(self) -> None:
         """End the thread and close the sockets."""
         self._closed = self._stopping = True
         if self._resolver is not None:
             self._resolver.close()
-        self._sockets.wake()
+        self._errands.close()
         self._thread.join(CLOSE_TIMEOUT)
 
     # -- the agent's thread ------------------------------------------------------------
-
-    def _say(self, call: Callable[..., None], *args: object) -> bool:
-        if self._stopping or len(self._inbox) >= MAX_INBOX:
-            return False
-        self._insist(call, *args)
-        return True
-
-    def _insist(self, call: Callable[..., None], *args: object) -> None:
-        """Say what must not be lost."""
-        self._inbox.append(lambda: call(*args))
-        if self._asleep:
-            self._sockets.wake()
 
     def _run(self) -> None:
         next_tick = self.clock() + TICK
@@ -311,12 +320,9 @@ class RemoteAgent:
 
     def _turn(self, until: float) -> None:
         """Sleep until something happens, and see to it."""
-        self._asleep = True  # before the look at the inbox: who comes later wakes us
-        wait = 0.0 if self._inbox else max(0.0, until - self.clock())
-        try:
+        with self._errands.sleep() as idle:
+            wait = max(0.0, until - self.clock()) if idle else 0.0
             heard = self._sockets.wait(wait, self._obey)
-        finally:
-            self._asleep = False
         for peer, data in heard.asks:
             self._do(self._serve, peer, data)
         for address, data in heard.answers:
@@ -330,8 +336,8 @@ class RemoteAgent:
         self._ready = self._server.is_ready
 
     def _obey(self) -> None:
-        for _ in range(len(self._inbox)):
-            self._do(self._inbox.popleft())
+        for call in self._errands.take():
+            self._do(call)
 
     def _learn(self, layout: RankLayout, endpoint: Endpoint | None) -> None:
         self._layouts[layout.rank] = layout
@@ -366,8 +372,22 @@ class RemoteAgent:
         return None
 
     def _hear(self, address: Address, data: bytes) -> None:
-        if not self._finder.heard(address, data):
-            self._client.heard(address, data)
+        try:
+            answer = decode_answer(data)
+        except OtherVersion as error:
+            self._part_ways(address, str(error))
+        except MessageError as error:
+            self._trouble("remote_message", f"an answer of {address} cannot be read: {error}")
+        else:
+            if isinstance(answer, Refused) and answer.reason is Reason.VERSION:
+                self._part_ways(address, answer.sentence)
+            elif not self._finder.heard(address, answer):
+                self._client.heard(address, answer)
+
+    def _part_ways(self, address: Address, sentence: str) -> None:
+        """Who is there speaks another version."""
+        self._finder.is_of_another_version(address, sentence)
+        self._client.is_of_another_version(address, sentence)
 
     def _hang_up(self, address: Address) -> None:
         """One of the two that talk to a peer has no more to say."""

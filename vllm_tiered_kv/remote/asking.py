@@ -16,22 +16,19 @@ from vllm_tiered_kv.remote.facts import UNTOLD, IdentityFacts
 from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory, State
 from vllm_tiered_kv.remote.messages import (
     MAX_HOLDS,
+    Answer,
     Ask,
     Coming,
     Granted,
     Hello,
     Hold,
     Identity,
-    MessageError,
-    OtherVersion,
-    Reason,
     Refused,
     Release,
     Renew,
     Renewed,
     Take,
     Welcome,
-    decode_answer,
     encode,
 )
 from vllm_tiered_kv.remote.options import MAX_PEERS, Address
@@ -180,23 +177,12 @@ class Client:
 
     # -- what is answered --------------------------------------------------------------
 
-    def heard(self, address: Address, data: bytes) -> None:
+    def heard(self, address: Address, answer: Answer) -> None:
         """A producer says something."""
         peer = self._peers.get(address)
         if peer is None:
             return
         now = self._clock()
-        try:
-            answer = decode_answer(data)
-        except OtherVersion as error:
-            self._refuse_all(peer, "remote_version", f"{address}: {error}")
-            return
-        except MessageError as error:
-            self._count("remote_message", f"an answer of {address} cannot be read: {error}")
-            return
-        if isinstance(answer, Refused) and answer.reason is Reason.VERSION:
-            self._refuse_all(peer, "remote_version", f"{address}: {answer.sentence}")
-            return
         if isinstance(answer, Coming):
             coming = peer.questions.get(answer.number)
             if coming is not None and coming.handoff is not None:
@@ -218,6 +204,11 @@ class Client:
         else:
             self._count("remote_message", f"{address} answers what was not asked")
             self._failed(peer, question, now)
+
+    def is_of_another_version(self, address: Address, sentence: str) -> None:
+        """A producer and we do not understand each other."""
+        if (peer := self._peers.get(address)) is not None:
+            self._refuse_all(peer, "remote_version", f"{address}: {sentence}")
 
     def tick(self) -> None:
         """Give up what is late, renew what is waited with, forget who is not wanted."""

@@ -79,6 +79,7 @@ def open_agent(
         receives=receives,
         lends=lends,
         peers=tuple(parse_address(peer) for peer in peers),
+        verify=options.verify,
     )
     what = "sends and receives" if sends and receives else "sends" if sends else "receives"
     logger.info(

@@ -19,6 +19,7 @@ from vllm_tiered_kv.remote.handoff import PeerMemory
 from vllm_tiered_kv.remote.inquiry import Inquiry, InquiryState, Loan
 from vllm_tiered_kv.remote.messages import (
     MAX_KEYS,
+    SUM_BYTES,
     Answer,
     Ask,
     Find,
@@ -26,13 +27,10 @@ from vllm_tiered_kv.remote.messages import (
     Hold,
     Identity,
     Meet,
-    MessageError,
     Met,
-    OtherVersion,
     Reason,
     Refused,
     Return,
-    decode_answer,
     encode,
 )
 from vllm_tiered_kv.remote.options import MAX_PEERS, Address
@@ -115,6 +113,7 @@ class Finder:
         refusal: says why a peer's slots cannot be read into ours; None if they can.
         clock: seconds, monotonic.
         count: takes each kind of failure, and a sentence.
+        verify: borrow nothing without checksums.
     """
 
     def __init__(
@@ -125,8 +124,11 @@ class Finder:
         refusal: Callable[[PeerMemory], str | None],
         clock: Callable[[], float],
         count: Callable[[str, str], None],
+        *,
+        verify: bool = False,
     ) -> None:
         self._engine = engine
+        self._verify = verify
         self._send = send
         self._close = close
         self._refusal = refusal
@@ -208,22 +210,11 @@ class Finder:
 
     # -- what is answered --------------------------------------------------------------
 
-    def heard(self, address: Address, data: bytes) -> bool:
+    def heard(self, address: Address, answer: Answer) -> bool:
         """A peer says something; False if that is not ours to hear."""
-        if address not in self._peers or not (self._questions or self._late):
-            return False
-        try:
-            answer = decode_answer(data)
-        except OtherVersion as error:
-            self._useless(self._peers[address], "remote_version", str(error))
-            return False
-        except MessageError:
-            return False  # counted by who hears what is left
         number = answer.number
         question = self._questions.get(number) or self._late.get(number)
         if question is None or question.peer.address != address:
-            if isinstance(answer, Refused) and answer.reason is Reason.VERSION:
-                self._useless(self._peers[address], "remote_version", answer.sentence)
             return False
         if self._late.pop(number, None) is not None:
             self._heard_late(question, answer)
@@ -231,6 +222,11 @@ class Finder:
             del self._questions[number]
             self._answered(number, question, answer)
         return True
+
+    def is_of_another_version(self, address: Address, sentence: str) -> None:
+        """A peer and we do not understand each other."""
+        if address in self._peers:
+            self._useless(self._peers[address], "remote_version", sentence)
 
     def tick(self) -> None:
         """Give up what is late, and meet who is not known."""
@@ -336,13 +332,20 @@ class Finder:
         entry = question.entry
         hold = Hold(answer.lease, question.holder)
         until = question.sent + answer.seconds
-        loan = Loan(question.peer.address, memory, hold, answer.slots, until)
+        sums = answer.sums if self._verify else ()
+        loan = Loan(question.peer.address, memory, hold, answer.slots, until, sums)
         most = entry.wanted if entry is not None else 0
         if loan.chunks > most or len({len(slots) for slots in answer.slots}) != 1:
             self._count("remote_message", f"{loan.address} lends other than it was asked for")
-            self._return(loan)
-            return None
-        return loan
+        elif self._verify and not sums:
+            sentence = "its chunks have no checksums: give it remote.verify as well"
+            self._useless(question.peer, "remote_verify", sentence)
+        elif self._verify and not _are_whole(loan):
+            self._count("remote_message", f"{loan.address} lends chunks with other checksums")
+        else:
+            return loan
+        self._return(loan)
+        return None
 
     def _decide_if_clear(self, entry: _Open) -> None:
         """Once all have answered, or one has all."""
@@ -413,3 +416,9 @@ class Finder:
         memory, peer.memory = peer.memory, None
         if memory is not None:
             self.gone.append(memory.engine)
+
+
+def _are_whole(loan: Loan) -> bool:
+    """Whether there is a checksum of each slot on each rank."""
+    nbytes = SUM_BYTES * len(loan.memory.ranks) * len(loan.slots)
+    return [len(sums) for sums in loan.sums] == [nbytes] * loan.chunks

@@ -31,6 +31,8 @@ class Loan(msgspec.Struct, frozen=True):
     """The peer's, by KV cache group, of the first chunks that were asked for."""
     valid_until: float
     """By our clock."""
+    sums: tuple[bytes, ...] = ()
+    """Of each chunk, where they are to be compared; see `remote.messages.ChunkSums`."""
 
     @property
     def chunks(self) -> int:

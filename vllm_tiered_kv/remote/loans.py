@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 
 from vllm_tiered_kv.remote.leases import LeaseTable
-from vllm_tiered_kv.remote.messages import Find, Found, Holds, Reason, Refused
+from vllm_tiered_kv.remote.messages import MAX_SUMS, Find, Found, Holds, Reason, Refused
 from vllm_tiered_kv.remote.shelf import Lent, Shelf
 
 
@@ -42,6 +42,10 @@ class ChunkLender:
         lent = self._shelf.lend([block_hash + ask.content for block_hash in ask.hashes])
         if not lent:
             return Found(ask.number, 0, seconds, generation, ())
+        if lent[0].sums:
+            most = MAX_SUMS // len(lent[0].sums)
+            self._shelf.give_back(lent[most:])
+            lent = lent[:most]
         lease = next(self._numbers)
         granted = self._leases.grant(lease, now)
         if not granted or self._leases.take(lease, ask.holder, now) is not None:
@@ -49,7 +53,8 @@ class ChunkLender:
             return Refused(ask.number, Reason.LIMIT, "too many leases on chunks of this engine")
         self._lent[lease] = lent
         slots = tuple(zip(*(chunk.slots for chunk in lent), strict=True))
-        return Found(ask.number, lease, seconds, generation, slots)
+        sums = tuple(chunk.sums for chunk in lent if chunk.sums)
+        return Found(ask.number, lease, seconds, generation, slots, sums)
 
     def give_back(self, holds: Holds) -> None:
         """Who holds these reads no more."""

@@ -80,6 +80,11 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
         """Tokens of a block, or of a slot."""
         return self.entry_tokens * self.entries * self.per_slot
 
+    @property
+    def image_bytes(self) -> int:
+        """Bytes that the group has of each slot, from its beginning; 0 without layers here."""
+        return self.per_slot * self.strips[0].step if self.strips else 0
+
 
 class SlotLayout(msgspec.Struct, frozen=True, array_like=True):
     """The host pool of one rank."""

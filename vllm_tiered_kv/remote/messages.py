@@ -27,8 +27,10 @@ MAX_RANKS = 64
 MAX_GROUPS = 16
 MAX_BLOCKS = 1 << 20
 """Of one hand-over in one KV cache group."""
+SUM_BYTES = 16
+"""Of one checksum."""
 MAX_SUMS = 1 << 22
-"""Bytes of one hand-over's checksums in one KV cache group on one rank."""
+"""Bytes of one hand-over's checksums in one KV cache group on one rank, or of one loan's."""
 MAX_HOLDS = 256
 """Leases in one message."""
 MAX_KEYS = 1792
@@ -55,6 +57,8 @@ Sums = Annotated[
     msgspec.Meta(max_length=MAX_RANKS),
 ]
 """Checksums, by rank and KV cache group, see `worker.remote.checksums`; none: there are none."""
+ChunkSums = Annotated[bytes, msgspec.Meta(max_length=SUM_BYTES * MAX_RANKS * MAX_GROUPS)]
+"""One for each of a chunk's slots: rank after rank, on each KV cache group after group."""
 
 
 class MessageError(ValueError):
@@ -221,6 +225,8 @@ class Found(msgspec.Struct, frozen=True, array_like=True, tag="found"):
         msgspec.Meta(max_length=MAX_GROUPS),
     ]
     """By KV cache group, of the chunks that are here, from the first on; empty where none is."""
+    sums: Annotated[tuple[ChunkSums, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
+    """Of each of these chunks; none: none are made."""
 
 
 class Reason(enum.Enum):

@@ -55,8 +55,8 @@ class RemoteOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``host:port`` of engines that may be asked for chunks. None: nobody is asked and nothing is
     lent; an engine that names none lends to others."""
     verify: bool = False
-    """A producer makes checksums of what it hands over; a consumer takes nothing without them, and
-    compares them before it goes on."""
+    """Checksums are made of what is handed over and of chunks that may be lent; nothing is taken
+    from another engine without them, and they are compared before it is used."""
     lease: float = 30.0
     """Seconds a hand-over is kept for a consumer that does not come, or says nothing any more."""
     deadline: float = 10.0

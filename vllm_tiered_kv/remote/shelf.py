@@ -22,12 +22,14 @@ BATCH = 64
 class Lent(Generic[Owner]):
     """One chunk on the shelf. Changed under the shelf's lock alone."""
 
-    __slots__ = ("awaited", "owner", "readers", "slots")
+    __slots__ = ("awaited", "owner", "readers", "slots", "sums")
 
-    def __init__(self, slots: tuple[int, ...], owner: Owner) -> None:
+    def __init__(self, slots: tuple[int, ...], owner: Owner, sums: bytes) -> None:
         self.slots = slots
         """By KV cache group."""
         self.owner = owner
+        self.sums = sums
+        """See `remote.messages.ChunkSums`; empty: there are none."""
         self.readers = 0
         """Leases that it is in."""
         self.awaited = False
@@ -60,16 +62,17 @@ class Shelf(Generic[Owner]):
 
     # -- the scheduler's thread --------------------------------------------------------
 
-    def offer(self, key: bytes, slots: tuple[int, ...], owner: Owner) -> None:
+    def offer(self, key: bytes, slots: tuple[int, ...], owner: Owner, sums: bytes = b"") -> None:
         """A chunk can be read from these slots.
 
         Args:
             owner: what :meth:`take_returned` names it by.
+            sums: checksums of it.
         """
         with self._lock:
             chunk = self._chunks.get(key)
             if not self._is_closed and (chunk is None or not chunk.readers):
-                self._chunks[key] = Lent(slots, owner)
+                self._chunks[key] = Lent(slots, owner, sums)
 
     def lets_go(self, key: bytes, owner: Owner) -> bool:
         """Take a chunk away, so that its slots can be used for others.

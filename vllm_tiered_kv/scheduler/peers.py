@@ -312,7 +312,8 @@ class PeerTier:
         self._batches[job] = batch
         batch.claim.reads += 1
         deadline = min(self._deadline, loan.valid_until - self._core.clock())
-        self.orders.append(SlotRead(job, loan.memory.engine, local, remote, deadline))
+        sums = tuple(loan.sums[i] for i in of) if loan.sums else ()
+        self.orders.append(SlotRead(job, loan.memory.engine, local, remote, deadline, sums))
         return job
 
     def cancel(self, jobs: Sequence[int]) -> None:

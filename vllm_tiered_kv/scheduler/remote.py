@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.params import ParamsError
-from vllm_tiered_kv.protocol import RemoteSetup, SlotRead, SumJob, WorkerReport
+from vllm_tiered_kv.protocol import RemoteSetup, SlotRead, SlotSumJob, SumJob, WorkerReport
 from vllm_tiered_kv.remote.params import Wish, parse_remote, refusal
 from vllm_tiered_kv.scheduler.disk import Since
 from vllm_tiered_kv.scheduler.handing import Handed, HandingOptions, HandOvers
 from vllm_tiered_kv.scheduler.peers import PeerTier
 from vllm_tiered_kv.scheduler.pulls import Pulls
+from vllm_tiered_kv.scheduler.shelf_sums import ShelfSums
 from vllm_tiered_kv.scheduler.shelving import Shelving
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class RemoteNews(NamedTuple):
     sent: tuple[str, ...] = ()
     reads: tuple[SlotRead, ...] = ()
     uncalled: tuple[int, ...] = ()
+    slot_sums: tuple[SlotSumJob, ...] = ()
 
 
 class RemotePlanner:
@@ -78,7 +80,10 @@ class RemotePlanner:
         self.shelving: Shelving | None = None
         """What peers may read of the CPU tier; None where nothing is lent."""
         if parts.agent.shelf is not None:
-            self.shelving = Shelving(parts.agent.shelf, core.index)
+            groups, number = len(core.geometry.groups), core.ledger.number
+            ranks = core.settings.world_size
+            sums = ShelfSums(ranks, groups, number) if parts.handing.verify else None
+            self.shelving = Shelving(parts.agent.shelf, core.index, sums)
         self.peers: PeerTier | None = None
         """Other engines as a tier; None where they are not asked."""
         if settings.peers:
@@ -147,13 +152,18 @@ class RemotePlanner:
         if self.peers is not None and (report.reads or report.settled):
             self.peers.report(report.rank, report.reads, report.settled)
         for sums in report.sums:
-            self.handing.readying.summed(report.rank, sums.lease, sums.groups)
+            self.handing.readying.summed(report.rank, sums.number, sums.groups)
+        if self.shelving is not None:
+            for sums in report.slot_sums:
+                self.shelving.made(report.rank, sums)
 
     def take_news(self) -> RemoteNews:
         """What the ranks are to be told with this step; once."""
         pulls, handing, peers = self.pulls, self.handing, self.peers
         sums = handing.readying.sums
         orders, cancels = (peers.orders, peers.cancels) if peers is not None else ([], [])
+        shelving = self.shelving if self.agent.lends else None  # before, no rank would do it
+        slot_sums = shelving.take_orders() if shelving is not None else ()
         told = RemoteNews(
             tuple(pulls.peers),
             tuple(pulls.gone),
@@ -161,6 +171,7 @@ class RemotePlanner:
             tuple(handing.sent),
             tuple(orders),
             tuple(cancels),
+            tuple(slot_sums),
         )
         for each in (pulls.peers, pulls.gone, sums, handing.sent, orders, cancels):
             each.clear()
@@ -182,6 +193,7 @@ class RemotePlanner:
             quarantined = self.peers.quarantined
         if self.shelving is not None:
             peers[metrics.IN_FLIGHT.key("lent")] = float(self.shelving.lent_slots)
+            peers[metrics.IN_FLIGHT.key("sum")] = float(self.shelving.summing)
         return {
             metrics.IN_FLIGHT.key("lease"): float(len(self.handing)),
             metrics.IN_FLIGHT.key("quarantine"): float(self.pulls.quarantined + quarantined),

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks._command import lengths, say, update_docs
+from benchmarks._command import arms_of, lengths, present, say, update_docs
 from benchmarks._report import FOLDER, Report
 from benchmarks.ab_ttft import conditions, restart
-from benchmarks.ab_ttft.arms import ON_DISK, Arm, Setup, missing
+from benchmarks.ab_ttft.arms import ON_DISK, Setup
 from benchmarks.ab_ttft.client import BenchmarkFailed
 from benchmarks.ab_ttft.floor import kv_bytes_per_token
 from benchmarks.ab_ttft.measure import TAIL_TOKENS
@@ -40,7 +40,7 @@ def main() -> int:
         return update_docs(TABLE, DOCUMENT, NAME)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended then, too
     workload = _workload(args)
-    arms = [arm for arm in args.arms if _present(arm)]
+    arms = present(args.arms)
     model = build_model("llama", FOLDER.parent / "models" / "llama-bfloat16", dtype="bfloat16")
     setup = Setup(
         model=model,
@@ -99,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="two lengths, fewer restarts")
-    parser.add_argument("--arms", type=_arms, default=list(ON_DISK), help="such as none,ours-disk")
+    parser.add_argument(
+        "--arms", type=arms_of, default=list(ON_DISK), help="such as none,ours-disk"
+    )
     parser.add_argument("--lengths", type=lengths, help="prompt lengths, such as 1024,4096")
     parser.add_argument("--rounds", type=int, help="restarts of every arm")
     parser.add_argument("--prompts", type=int, help="prompts of each length after a restart")
@@ -114,17 +116,6 @@ def _workload(args: argparse.Namespace) -> Workload:
         rounds=args.rounds or base.rounds,
         prompts=args.prompts or base.prompts,
     )
-
-
-def _arms(text: str) -> list[Arm]:
-    return [Arm(name) for name in text.split(",")]
-
-
-def _present(arm: Arm) -> bool:
-    reason = missing(arm)
-    if reason is not None:
-        say(f"skipping {arm.label}: {reason}")
-    return reason is None
 
 
 if __name__ == "__main__":

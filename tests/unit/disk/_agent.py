@@ -208,7 +208,7 @@ class Rig:
     def ask(self, call: Callable[[], Any]) -> Any:
         """Have the agent's thread do something."""
         done: list[Any] = []
-        self.agent._insist(lambda: done.append(call()))
+        self.agent._errands.insist(lambda: done.append(call()))
         self.wait(lambda: done, "the agent's thread is gone")
         return done[0]
 

@@ -27,6 +27,7 @@ from tests.unit.disk._agent import (
     rig,
 )
 from tests.unit.disk._files import mode_of
+from vllm_tiered_kv import errands
 from vllm_tiered_kv.protocol import Direction, JobResult, JobStatus
 from vllm_tiered_kv.tiers.disk import agent as agent_module
 from vllm_tiered_kv.tiers.disk.chores import Measure
@@ -135,7 +136,7 @@ def test_nothing_is_offered_from_the_call_on(tmp_path: Path) -> None:
             engine.open()
             written(engine, 1)
             held, go_on = threading.Event(), threading.Event()
-            engine.agent._insist(lambda h=held, g=go_on: (h.set(), g.wait(30)))
+            engine.agent._errands.insist(lambda h=held, g=go_on: (h.set(), g.wait(30)))
             assert held.wait(30)
             say(engine)
             assert engine.agent.groups(key_of(1)) == 0
@@ -154,13 +155,13 @@ def test_one_bad_report_does_not_cost_the_next(tmp_path: Path) -> None:
         assert engine.failures["internal"] == 1
 
 
-def test_an_inbox_that_is_full_is_a_miss_and_the_end_still_comes(
+def test_too_much_to_do_is_a_miss_and_the_end_still_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with rig(tmp_path) as engine:
         engine.open()
         written(engine, 1)
-        monkeypatch.setattr(agent_module, "MAX_INBOX", 0)
+        monkeypatch.setattr(errands, "MAX_ERRANDS", 0)
         assert engine.write(key_of(2)) is None
         assert engine.read(key_of(1)) is None
         engine.agent.close()

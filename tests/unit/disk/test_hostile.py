@@ -198,9 +198,9 @@ def test_the_end_comes_although_any_call_hangs(
             engine.agent.used_now([KEY])
         engine.agent.purge()
         tier = engine.agent._tier
-        engine.agent._insist(lambda: tier._begin_scan(0.0))
-        engine.agent._insist(tier.flush)
-        engine.agent._insist(lambda: setattr(tier._upkeep, "_measure_at", 0.0))
+        engine.agent._errands.insist(lambda: tier._begin_scan(0.0))
+        engine.agent._errands.insist(tier.flush)
+        engine.agent._errands.insist(lambda: setattr(tier._upkeep, "_measure_at", 0.0))
         assert files.waiting.acquire(timeout=60)
         assert all(thread.is_alive() for thread in threads)
         engine.agent.shutdown()

@@ -10,7 +10,7 @@ from vllm_tiered_kv.remote.facts import IdentityFacts
 from vllm_tiered_kv.remote.handoff import Handoff
 from vllm_tiered_kv.remote.leases import LeaseTable
 from vllm_tiered_kv.remote.memory import GroupLayout, Heads, RankLayout, Strip
-from vllm_tiered_kv.remote.messages import Identity, RankMemory
+from vllm_tiered_kv.remote.messages import Identity, RankMemory, decode_answer
 from vllm_tiered_kv.remote.options import Address
 from vllm_tiered_kv.remote.serving import Offer, Server
 from vllm_tiered_kv.remote.ticket import VERSION, Ticket
@@ -97,7 +97,7 @@ class Wire:
     def to_client(self) -> None:
         answers, self.answers = self.answers, []
         for data in answers:
-            self.client.heard(ADDRESS, data)
+            self.client.heard(ADDRESS, decode_answer(data))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

@@ -54,7 +54,7 @@ class Engine:
     def pass_time(self, seconds: float) -> None:
         """After the agent has come to all that was said to it."""
         come_to: list[int] = []
-        self.agent._insist(come_to.append, 1)
+        self.agent._errands.insist(come_to.append, 1)
         until(lambda: bool(come_to))
         self.clock.ahead += seconds
 
@@ -230,7 +230,7 @@ def test_what_is_said_costs_the_scheduler_no_wait(producer: Engine) -> None:
     """Nothing that the scheduler calls takes a lock that the agent's thread may hold."""
     agent = producer.agent
     stuck = Stuck(agent)
-    agent._insist(stuck.hold)
+    agent._errands.insist(stuck.hold)
     until(lambda: stuck.is_held)
     try:
         assert agent.promise(OFFER.tokens, PROOF) is not None
@@ -261,8 +261,19 @@ def test_an_error_in_the_agent_is_counted_and_the_rest_goes_on(
     def wrong() -> None:
         raise RuntimeError("injected")
 
-    producer.agent._insist(wrong)
+    producer.agent._errands.insist(wrong)
     handoff = consumer.agent.open(producer.offer())
     until(lambda: ended(handoff))
     assert handoff.state is State.GRANTED
     assert producer.failures() == ["internal"]
+
+
+def test_a_producer_that_speaks_another_version_is_said(
+    producer: Engine, consumer: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = bytes((VERSION + 1,)) + b"whatever"
+    monkeypatch.setattr(producer.agent._server, "answer", lambda *_: other)
+    handoff = consumer.agent.open(producer.offer())
+    until(lambda: ended(handoff))
+    assert f"version {VERSION + 1}" in handoff.reason
+    assert consumer.failures() == ["remote_version"]

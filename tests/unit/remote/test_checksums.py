@@ -24,7 +24,7 @@ from tests.unit.remote.test_read_plans import (
     ranks,
     truth,
 )
-from vllm_tiered_kv.protocol import SumJob
+from vllm_tiered_kv.protocol import SlotSumJob, SumJob
 from vllm_tiered_kv.remote.memory import GroupLayout, Place, RankLayout
 from vllm_tiered_kv.worker.remote.checksums import (
     SUM_BYTES,
@@ -32,6 +32,7 @@ from vllm_tiered_kv.worker.remote.checksums import (
     are_equal,
     make_sums,
     own_units,
+    read_slot,
     read_units,
 )
 from vllm_tiered_kv.worker.remote.plan import (
@@ -41,6 +42,8 @@ from vllm_tiered_kv.worker.remote.plan import (
     place_entries,
     plan_read,
     plan_routes,
+    plan_slot_routes,
+    whole_slots,
 )
 from vllm_tiered_kv.worker.remote.summing import Summing
 
@@ -175,8 +178,89 @@ def make(layout: RankLayout, job: SumJob, *, host: bool = True) -> tuple[bytes, 
     assert not summing.is_busy
     assert checker.close(20)
     assert (failures == ["remote_verify"]) is (not sums.groups)
-    assert sums.lease == job.lease
+    assert sums.number == job.lease
     return sums.groups
+
+
+class Lent:
+    """Ranks that lend a prompt's chunks, ranks that borrow them, and the lenders' checksums."""
+
+    def __init__(self, parallel: int) -> None:
+        values = truth(HEADS)
+        self.there = ranks("BLHNC", HEADS, parallel, 1, seed=1)
+        self.here = ranks("BLHNC", HEADS, parallel, 1, seed=20)
+        self.pools = [Pool(rank, seed=i) for i, rank in enumerate((*self.there, *self.here))]
+        for rank, pool in zip(self.there, self.pools, strict=False):
+            rank.fill(values)
+            pool.store(rank)
+        job = SlotSumJob(7, (tuple(SLOT_TABLE.tolist()),))
+        self.sums = [make_slots(rank.layout, job) for rank in self.there]
+
+    def borrow(self, slots: list[int], of: list[int]) -> list[bool]:
+        """Read chunks of the prompt into these slots; whether each rank has what was lent."""
+        found = []
+        for rank in self.here:
+            (routes,) = plan_slot_routes(rank.layout, [r.layout for r in self.there])
+            ours = whole_slots(np.array(slots, dtype=np.int64))
+            copy(plan_read(routes, ours, whole_slots(SLOT_TABLE[of])))
+            (route,) = routes.routes
+            (sums,) = self.sums[route.rank]
+            wanted = b"".join(sums[i * SUM_BYTES : (i + 1) * SUM_BYTES] for i in of)
+            found.append(are_equal(read_slot(route), ours, wanted, 0))
+        return found
+
+
+def make_slots(layout: RankLayout, job: SlotSumJob) -> tuple[bytes, ...]:
+    """What a rank says of chunks that it lends."""
+    ended: queue.Queue[None] = queue.Queue()
+    failures: list[str] = []
+    checker = Checker(lambda: ended.put(None))
+    summing = Summing(
+        layout, checker, lambda kind, _: failures.append(kind), pages_in_host_memory=True
+    )
+    summing.start_slots(job)
+    assert not summing.is_busy  # no step waits for it
+    ended.get(timeout=20)
+    (sums,) = summing.take_slots()
+    assert checker.close(20)
+    assert (failures == ["remote_verify"]) is (not sums.groups)
+    assert sums.number == job.job
+    return sums.groups
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_who_borrows_chunks_can_compare_them(parallel: int) -> None:
+    lent = Lent(parallel)
+    assert all(len(group) == len(SLOT_TABLE) * SUM_BYTES for (group,) in lent.sums)
+    assert lent.borrow([5, 2, 0, 1], [0, 1, 2, 3]) == [True] * parallel
+    assert lent.borrow([3, 4], [2, 0]) == [True] * parallel
+    lent.sums = [(group[SUM_BYTES:],) for (group,) in lent.sums]  # those of other chunks
+    assert lent.borrow([3, 4], [1, 0]) == [False] * parallel
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    chunk=st.integers(0, len(SLOT_TABLE) - 1),
+    where=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+)
+def test_any_wrong_bit_of_a_chunk_is_seen(chunk: int, where: float, bit: int) -> None:
+    lent = Lent(2)
+    pool = lent.pools[0]
+    at = int(SLOT_TABLE[chunk]) * pool.slot_bytes + int(where * PER_SLOT * pool.block_bytes)
+    pool.bytes[at] ^= 1 << bit
+    others = [i for i in range(len(SLOT_TABLE)) if i != chunk]
+    assert lent.borrow([0, 1, 2], others) == [True, True]
+    assert lent.borrow([3], [chunk]) == [False, True]
+
+
+def test_slots_that_a_rank_does_not_have_get_none() -> None:
+    (rank,) = ranks("LBHNC", HEADS, 1, 1, seed=1)
+    assert make_slots(rank.layout, SlotSumJob(1, ((0,),))) == ()
+    Pool(rank, seed=0)
+    assert make_slots(rank.layout, SlotSumJob(1, ((0, 5),))) != ()
+    for slots in (((0, 6),), ((-1,),), ((1 << 40,),), ((0,), (0,)), ()):
+        assert make_slots(rank.layout, SlotSumJob(1, slots)) == ()
 
 
 @pytest.mark.parametrize("place", list(Place))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import pytest
@@ -23,16 +24,22 @@ from vllm_tiered_kv.remote.inquiry import Inquiry, InquiryState
 from vllm_tiered_kv.remote.leases import LeaseTable
 from vllm_tiered_kv.remote.loans import ChunkLender
 from vllm_tiered_kv.remote.messages import (
+    MAX_ANSWER_BYTES,
     MAX_ASK_BYTES,
+    MAX_GROUPS,
     MAX_KEYS,
+    MAX_RANKS,
+    SUM_BYTES,
     Ask,
     Find,
     Found,
     Hold,
     Identity,
     Meet,
+    MessageError,
     Met,
     Return,
+    decode_answer,
     decode_ask,
     encode,
 )
@@ -45,10 +52,24 @@ A, B = Address("10.0.0.1", 7600), Address("10.0.0.2", 7600)
 KEYS = [bytes([i]) * 32 for i in range(6)]
 
 
-class Peer:
-    """An engine that lends."""
+SUMS = bytes(SUM_BYTES)
+"""Of one chunk: there are one rank and one group."""
 
-    def __init__(self, net: Net, engine: str, keys: Sequence[bytes] = ()) -> None:
+
+class Peer:
+    """An engine that lends.
+
+    Args:
+        net: that it is in.
+        engine: its incarnation.
+        keys: of its chunks.
+        sums: checksums of each.
+    """
+
+    def __init__(
+        self, net: Net, engine: str, keys: Sequence[bytes] = (), sums: bytes = b""
+    ) -> None:
+        self.sums = sums
         self.shelf: Shelf[object] = Shelf(100)
         leases = LeaseTable(SECONDS, GRACE, 8)
         lender = ChunkLender(self.shelf, leases, lambda: net.now)
@@ -61,15 +82,16 @@ class Peer:
 
     def add(self, keys: Sequence[bytes]) -> None:
         for i, key in enumerate(keys):
-            self.shelf.offer(key, (40 + i,), key)
+            self.shelf.offer(key, (40 + i,), key, self.sums)
 
 
 class Net:
     """A finder, peers, and what is on its way between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, verify: bool = False) -> None:
         self.now = 1000.0
         self.failures: list[str] = []
+        self.sentences: list[str] = []
         self.refusal: str | None = None
         self.peers: dict[Address, Peer | None] = {}
         self.asks: list[tuple[Address, bytes]] = []
@@ -82,11 +104,13 @@ class Net:
             lambda _: self.refusal,
             lambda: self.now,
             self.count,
+            verify=verify,
         )
         self.finder.identify(IDENTITY)
 
     def count(self, kind: str, sentence: str) -> None:
         self.failures.append(kind)
+        self.sentences.append(sentence)
 
     def _send(self, address: Address, data: bytes) -> bool:
         self.asks.append((address, data))
@@ -111,7 +135,7 @@ class Net:
                     self.answers.append((address, answer))
             answers, self.answers = self.answers, []
             for address, data in answers:
-                self.finder.heard(address, data)
+                self.finder.heard(address, decode_answer(data))
 
     def ask(self, keys: Sequence[bytes] = KEYS, content: bytes = b"") -> Inquiry:
         inquiry = Inquiry([key + content for key in keys], content)
@@ -351,32 +375,99 @@ def test_only_who_holds_a_lease_gives_it_back(net: Net) -> None:
     assert lent(net, A) == 4
 
 
+def test_who_compares_borrows_from_who_has_checksums() -> None:
+    net = Net(verify=True)
+    net.peers[A] = Peer(net, "aa" * 16, KEYS)
+    net.peers[B] = Peer(net, "bb" * 16, KEYS[:2], SUMS)
+    net.know(A, B)
+    inquiry = net.ask()
+    net.run(A)
+    net.pass_time(LONGER_SECONDS)
+    assert inquiry.loan is not None
+    assert (inquiry.loan.address, inquiry.loan.sums) == (B, (SUMS, SUMS))
+    assert lent(net, A) == 0
+    assert net.failures == ["remote_verify"]
+    assert "give it remote.verify as well" in net.sentences[0]
+    net.ask()
+    assert {address for address, _ in net.asks} == {B}
+    net.run()
+    net.pass_time(USELESS_SECONDS + 1)  # it may have been given it meanwhile
+    net.run()
+    net.ask()
+    assert {address for address, _ in net.asks} == {A, B}
+
+
+def test_who_does_not_compare_borrows_from_either() -> None:
+    net = Net()
+    net.peers[A] = Peer(net, "aa" * 16, KEYS, SUMS)
+    net.know(A)
+    inquiry = net.ask()
+    net.run()
+    assert inquiry.loan is not None
+    assert (inquiry.loan.chunks, inquiry.loan.sums) == (len(KEYS), ())
+    assert not net.failures
+
+
+@pytest.mark.parametrize("sums", [b"short", SUMS + SUMS])
+def test_other_checksums_are_not_borrowed_with(sums: bytes) -> None:
+    net = Net(verify=True)
+    net.peers[A] = Peer(net, "aa" * 16, KEYS, sums)
+    net.know(A)
+    inquiry = net.ask()
+    net.run()
+    assert inquiry.state is InquiryState.OVER
+    assert lent(net, A) == 0
+    assert net.failures == ["remote_message"]
+
+
+def test_the_longest_answer_fits() -> None:
+    width = SUM_BYTES * MAX_RANKS * MAX_GROUPS
+    shelf: Shelf[object] = Shelf(MAX_KEYS * MAX_GROUPS)
+    hashes = tuple(i.to_bytes(32, "big") for i in range(MAX_KEYS))
+    for i, key in enumerate(hashes):
+        slots = tuple((1 << 30) + MAX_GROUPS * i + group for group in range(MAX_GROUPS))
+        shelf.offer(key, slots, key, bytes(width))
+    lender = ChunkLender(shelf, LeaseTable(SECONDS, GRACE, 8), lambda: 0.0)
+    found = lender.find(Find(1, "aa" * 16, "h", b"", hashes), 1)
+    assert isinstance(found, Found)
+    assert 0 < len(found.sums) == len(found.slots[0]) < MAX_KEYS
+    assert shelf.lent_slots == MAX_GROUPS * len(found.sums)
+    assert len(encode(found)) < MAX_ANSWER_BYTES
+    assert decode_answer(encode(found)) == found
+
+
 @given(
     st.lists(
         st.binary(max_size=200)
         | st.builds(
-            lambda n, c: encode(Found(finding._FIRST_NUMBER + n, n, 30.0, 1, (tuple(range(c)),))),
+            lambda n, c, sums: encode(
+                Found(finding._FIRST_NUMBER + n, n, 30.0, 1, (tuple(range(c)),), tuple(sums))
+            ),
             st.integers(0, 9),
             st.integers(0, 9),
+            st.lists(st.sampled_from([SUMS, b""]), max_size=9),
         )
         | st.builds(
             lambda n: encode(Met(finding._FIRST_NUMBER + n, "dd" * 16, 1, (memory(),))),
             st.integers(0, 9),
         ),
         max_size=12,
-    )
+    ),
+    st.booleans(),
 )
-def test_whatever_a_peer_says_nothing_breaks(said: list[bytes]) -> None:
-    net = Net()
+def test_whatever_a_peer_says_nothing_breaks(said: list[bytes], verify: bool) -> None:
+    net = Net(verify=verify)
     net.peers[A] = Peer(net, "aa" * 16, KEYS[:4])
     net.know(A)
     inquiry = net.ask()
     for data in said:
-        net.finder.heard(A, data)
+        with contextlib.suppress(MessageError):
+            net.finder.heard(A, decode_answer(data))
     net.pass_time(FIND_SECONDS + MEET_SECONDS)
     assert inquiry.state is not InquiryState.ASKING
     if inquiry.loan is not None:
         assert inquiry.loan.chunks <= len(KEYS)
+        assert inquiry.loan.sums == (SUMS,) * (inquiry.loan.chunks if verify else 0)
     net.run()
     net.pass_time(60)
     net.run()

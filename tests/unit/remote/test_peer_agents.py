@@ -16,6 +16,7 @@ from vllm_tiered_kv.remote.channel import ControlSockets
 from vllm_tiered_kv.remote.inquiry import Inquiry, InquiryState
 from vllm_tiered_kv.remote.keys import FleetKey
 from vllm_tiered_kv.remote.memory import GroupLayout, Heads, RankLayout, SlotLayout, Strip
+from vllm_tiered_kv.remote.messages import VERSION, Reason, Refused, encode
 from vllm_tiered_kv.remote.options import Address
 from vllm_tiered_kv.remote.transport import Endpoint, Region
 
@@ -175,3 +176,34 @@ def test_after_a_reset_nothing_is_asked_and_nothing_lent(make: Callable[..., Eng
     until(lambda: asker.ask().state is InquiryState.OVER)
     asker.agent.close("its caches were reset")
     assert asker.ask().state is InquiryState.OVER
+
+
+OTHER_VERSIONS = [
+    bytes((VERSION + 1,)) + b"whatever",
+    encode(Refused(0, Reason.VERSION, "this engine speaks another version")),
+]
+
+
+@pytest.mark.parametrize("answer", OTHER_VERSIONS, ids=["of it", "says so"])
+def test_who_speaks_another_version_is_not_asked(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    lender = make()
+    lender.store(3)
+    monkeypatch.setattr(lender.agent._server, "answer", lambda *_: answer)
+    asker = make(lender.address)
+    failures: list[str] = []
+    until(lambda: bool(failures.extend(asker.agent.take_failures()) or failures))
+    assert failures == ["remote_version"]
+    assert asker.ask().state is InquiryState.OVER
+
+
+def test_what_cannot_be_read_is_counted_once(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lender = make()
+    monkeypatch.setattr(lender.agent._server, "answer", lambda *_: bytes((VERSION,)) + b"what?")
+    asker = make(lender.address)
+    failures: list[str] = []
+    until(lambda: bool(failures.extend(asker.agent.take_failures()) or failures))
+    assert failures == ["remote_message"]

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_tiered_kv.config import format_size
+from vllm_tiered_kv.errands import Errands
 from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.tiers.disk.active import Ended
 from vllm_tiered_kv.tiers.disk.catalogue import Catalogue
@@ -31,15 +32,13 @@ from vllm_tiered_kv.tiers.disk.tier import DiskTier
 
 logger = get_logger(__name__)
 
-MAX_INBOX = 1 << 16
-"""Things said to the agent that it has not come to."""
 MAX_FAILURES = 4096
 """Failures not yet taken; older ones are not counted."""
 TICK = 0.2
 """Seconds between two looks at deadlines."""
 CLOSE_TIMEOUT = 5.0
 WAIT = 0.02
-"""Seconds the keeper waits for room in the inbox."""
+"""Seconds the keeper waits where there is too much to do."""
 
 
 class DiskAgent:
@@ -67,14 +66,13 @@ class DiskAgent:
         self.settings = settings
         self._sockets = sockets
         self._clock = clock
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._errands = Errands(sockets.wake)
         self._ended: deque[Ended] = deque()
         self._failures: deque[str] = deque(maxlen=MAX_FAILURES)
         self._claims = Claims(settings.ranks, settings.max_queued)
         self._trouble_log = OncePerKind(logger)
         self._closing = False
         self._stopping = False
-        self._asleep = False
         self._purges_asked = self._purges_done = 0
         self._degraded = False
         self._malformed = 0
@@ -161,7 +159,7 @@ class DiskAgent:
 
     def open(self, namespace: str, identity: Mapping[str, object]) -> None:
         """The namespace is known; any thread, once."""
-        self._say(self._tier.open, namespace, identity)
+        self._errands.tell(self._tier.open, namespace, identity)
 
     def expect(self, order: WriteOrder) -> bool:
         """A store is under way, and what it brings into its slots is to be written.
@@ -185,15 +183,15 @@ class DiskAgent:
 
     def write(self, order: WriteOrder) -> bool:
         """Write what is in these slots; False if it cannot be asked for now."""
-        return self._say(self._tier.want_write, order)
+        return self._errands.tell(self._tier.want_write, order)
 
     def read(self, orders: Sequence[ReadOrder]) -> bool:
         """Read into these slots; False if it cannot be asked for now."""
-        return self._say(self._tier.want_reads, orders)
+        return self._errands.tell(self._tier.want_reads, orders)
 
     def cancel(self, jobs: Sequence[int]) -> None:
         """Nobody waits for these reads any more; they still end."""
-        self._say(self._tier.cancel, jobs)
+        self._errands.tell(self._tier.cancel, jobs)
 
     def used_now(self, keys: Sequence[bytes], again: Sequence[bytes] = ()) -> None:
         """A prefix is used, given tail first.
@@ -202,11 +200,11 @@ class DiskAgent:
             keys: its chunks that are used once more.
             again: those before them, whose use has been told.
         """
-        self._say(self._tier.used_now, keys, time.time_ns(), again)
+        self._errands.tell(self._tier.used_now, keys, time.time_ns(), again)
 
     def renew(self, keys: Sequence[bytes]) -> None:
         """A prefix, tail first, is as new as its newest part; that is no use of it."""
-        self._say(self._tier.renew, keys)
+        self._errands.tell(self._tier.renew, keys)
 
     def look_for(self, job: int, keys: Sequence[bytes]) -> bool:
         """See whether another engine has written these chunks, or the first of them.
@@ -214,17 +212,17 @@ class DiskAgent:
         Returns:
             False if it cannot be asked for now. Else :meth:`take` names the job when it is known.
         """
-        return self._say(self._tier.look_for, job, keys)
+        return self._errands.tell(self._tier.look_for, job, keys)
 
     def purge(self) -> None:
         """What was written in this process's life may be wrong: remove it."""
         self._purges_asked += 1
-        self._insist(self._purge)
+        self._errands.insist(self._purge)
 
     def close(self) -> None:
         """Offer and keep nothing from now on."""
         self._closing = True
-        self._insist(self._tier.close)
+        self._errands.insist(self._tier.close)
 
     def take(self) -> list[Ended]:
         """Orders that have ended since the last call."""
@@ -243,24 +241,12 @@ class DiskAgent:
     def shutdown(self) -> None:
         """End the threads, within ten seconds or so; what has not been written is not."""
         self._closing = self._stopping = True
-        self._sockets.wake()
+        self._errands.close()
         self._thread.join(CLOSE_TIMEOUT)
         if not self._keeper.close(CLOSE_TIMEOUT):
             self._trouble("disk_hung", "the folder does not answer; its thread is left to the exit")
 
     # -- the agent's thread ------------------------------------------------------------
-
-    def _say(self, call: Callable[..., None], *args: object) -> bool:
-        if self._stopping or len(self._inbox) >= MAX_INBOX:
-            return False
-        self._insist(call, *args)
-        return True
-
-    def _insist(self, call: Callable[..., None], *args: object) -> None:
-        """Say what must not be lost."""
-        self._inbox.append(lambda: call(*args))
-        if self._asleep:
-            self._sockets.wake()
 
     def _purge(self) -> None:
         self._tier.purge()
@@ -273,8 +259,8 @@ class DiskAgent:
             try:
                 for report in self._sleep(next_tick):
                     self._do(self._heard, report)
-                for _ in range(len(self._inbox)):
-                    self._do(self._inbox.popleft())
+                for call in self._errands.take():
+                    self._do(call)
                 if self._sockets.hellos != hellos:
                     hellos = self._sockets.hellos
                     self._tier.connected(
@@ -293,11 +279,8 @@ class DiskAgent:
         self._sockets.close()
 
     def _sleep(self, until: float) -> list[RankReport]:
-        self._asleep = True  # before the look at the inbox: who comes later wakes us
-        try:
-            return self._sockets.wait(0.0 if self._inbox else max(0.0, until - self._clock()))
-        finally:
-            self._asleep = False
+        with self._errands.sleep() as idle:
+            return self._sockets.wait(max(0.0, until - self._clock()) if idle else 0.0)
 
     def _do(self, call: Callable[..., None], *args: object) -> None:
         try:
@@ -346,7 +329,7 @@ class DiskAgent:
 
     def _hear(self, news: News) -> None:
         """On the keeper's thread, which can wait: no news may be lost."""
-        while not self._say(self._tier.news, news) and not self._stopping:
+        while not self._errands.tell(self._tier.news, news) and not self._stopping:
             time.sleep(WAIT)
 
     def _trouble(self, kind: str, message: str) -> None:

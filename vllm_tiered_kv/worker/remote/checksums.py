@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of what is handed over: made where it lies, compared where it has arrived.
+"""Checksums of what other engines read: made where it lies, compared where it has arrived.
 
-One xxh3-128 for each *entry* of the prompt (see `remote.memory`) and each of a rank's KV heads,
-over that head's bytes in all of the rank's layers, in the order of its layout; where heads are not
-apart from each other in a page, for all of them together. So who reads only some heads of a rank,
-or whose pages lie otherwise, can compute the same. Who reads only some of its layers cannot:
-engines whose pipeline stages differ so can't verify.
+Of a hand-over one xxh3-128 for each *entry* of the prompt (see `remote.memory`) and each of a
+rank's KV heads, over that head's bytes in all of the rank's layers, in the order of its layout;
+where heads are not apart from each other in a page, for all of them together. So who reads only
+some heads of a rank, or whose pages lie otherwise, can compute the same. Who reads only some of its
+layers cannot: engines whose pipeline stages differ so can't verify.
+
+Of a chunk that is read from slot to slot one for each slot, over all that a group has of it.
 
 Bytes are read in host memory, by a thread of a rank's own.
 """
@@ -22,13 +24,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import xxhash
 
-from vllm_tiered_kv.remote.memory import GroupLayout, Strip
+from vllm_tiered_kv.remote.memory import GroupLayout, SlotLayout, Strip
+from vllm_tiered_kv.remote.messages import SUM_BYTES
 from vllm_tiered_kv.worker.remote.plan import Places, Refusal, Route
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.remote.transport import Int64s
 
-SUM_BYTES = 16
 MAX_QUEUED = 4096
 """Pieces of work that a rank's thread has not come to."""
 
@@ -115,6 +117,20 @@ def read_units(route: Route, remote: GroupLayout) -> Units:
         route.local_entry[chosen],
         sizes,
     )
+
+
+def own_slot(slots: SlotLayout, group: GroupLayout) -> Units:
+    """All that a group has of a slot, where it lies on the rank itself, as one unit."""
+    nothing = _column([0])
+    nbytes = _column([group.image_bytes])
+    start, stride = _column([slots.address]), _column([slots.slot_bytes])
+    return Units(0, 1, start[None, :], stride, nothing, nothing, nbytes)
+
+
+def read_slot(route: Route) -> Units:
+    """The same where a read along :func:`~.plan.plan_slot_routes` brings it."""
+    start = route.local[None, :]
+    return Units(0, 1, start, route.local_stride, route.local_step, route.local_entry, route.nbytes)
 
 
 def make_sums(units: Units, places: Places) -> bytes:

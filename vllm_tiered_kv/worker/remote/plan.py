@@ -274,7 +274,7 @@ def _slot_routes(
         np.array([slots.slot_bytes], dtype=np.int64),
         nothing,
         nothing,
-        np.array([layout.per_slot * layout.strips[0].step], dtype=np.int64),
+        np.array([layout.image_bytes], dtype=np.int64),
         by_entry=False,
     )
     return GroupRoutes(layout, slots.groups[group], (route,))

@@ -20,6 +20,7 @@ from vllm_tiered_kv.geometry import GroupGeometry
 from vllm_tiered_kv.protocol import JobResult, JobStatus, PullJob, PullResult, SlotRead
 from vllm_tiered_kv.remote.handoff import PeerMemory
 from vllm_tiered_kv.remote.memory import GroupLayout, Heads, Place, RankLayout, Strip
+from vllm_tiered_kv.remote.messages import SUM_BYTES
 from vllm_tiered_kv.remote.transport import (
     Endpoint,
     Fence,
@@ -29,7 +30,13 @@ from vllm_tiered_kv.remote.transport import (
     Region,
     Transport,
 )
-from vllm_tiered_kv.worker.remote.checksums import Checker, Units, are_equal, read_units
+from vllm_tiered_kv.worker.remote.checksums import (
+    Checker,
+    Units,
+    are_equal,
+    read_slot,
+    read_units,
+)
 from vllm_tiered_kv.worker.remote.layout import OwnSlots, page_strips, slot_layout
 from vllm_tiered_kv.worker.remote.plan import (
     GroupRoutes,
@@ -43,6 +50,7 @@ from vllm_tiered_kv.worker.remote.plan import (
     plan_routes,
     plan_slot_routes,
     plan_slots,
+    whole_slots,
 )
 from vllm_tiered_kv.worker.remote.puller import Part, Puller
 
@@ -208,6 +216,8 @@ class Pulls:
         if peer is None or not by_rank:
             self._refused.append(order.job)
             return
+        if order.sums:
+            self._checks[order.job] = _slot_checks(peer.slot_routes, order)
         parts = [Part(peer.endpoints[rank], _joined(runs)) for rank, runs in by_rank.items()]
         self._puller.start(order.job, parts, self._clock() + order.deadline)
 
@@ -276,7 +286,8 @@ class Pulls:
             try:
                 good = all(are_equal(*check) for check in checks)
             finally:
-                self._checked.append((job, good, part))
+                known = msgspec.structs.replace(part, ended=self._clock())
+                self._checked.append((job, good, known))
 
         if not self._checker.submit(compare):
             self._checked.append((job, False, part))
@@ -286,7 +297,7 @@ class Pulls:
         while self._checked:
             job, good, part = self._checked.popleft()
             if not good:
-                self._fail("remote_verify", "what has arrived is not what was handed over")
+                self._fail("remote_verify", "what has arrived is not what the peer had")
             told.append((job, JobStatus.DONE if good else JobStatus.FAILED, part))
         return told
 
@@ -326,6 +337,18 @@ def _sums(order: PullJob, rank: int, group: int) -> bytes:
     """The checksums of a rank; empty, which nothing is equal to, where there are none."""
     groups = order.sums[rank] if rank < len(order.sums) else ()
     return groups[group] if group < len(groups) else b""
+
+
+def _slot_checks(routes: Sequence[GroupRoutes], order: SlotRead) -> list[_Check]:
+    """What is to be compared when slots have arrived."""
+    checks = []
+    for g, group in enumerate(routes):
+        places = whole_slots(np.array(order.local[g], dtype=np.int64))
+        for route in group.routes:
+            at = (route.rank * len(routes) + g) * SUM_BYTES
+            sums = b"".join([chunk[at : at + SUM_BYTES] for chunk in order.sums])
+            checks.append(_Check(read_slot(route), places, sums, 0))
+    return checks
 
 
 def _joined(runs: Sequence[Runs]) -> Runs:

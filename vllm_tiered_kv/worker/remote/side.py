@@ -6,6 +6,7 @@ Engine thread only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -55,9 +56,10 @@ class Said(NamedTuple):
     settled: tuple[int, ...]
     sums: tuple[RankSums, ...]
     reads: tuple[SlotReadEnd, ...]
+    slot_sums: tuple[RankSums, ...]
 
     def __bool__(self) -> bool:
-        news = self.settled or self.sums or self.reads
+        news = self.settled or self.sums or self.reads or self.slot_sums
         return self.layout is not None or bool(news)
 
 
@@ -111,6 +113,8 @@ class RemoteSide:
         self._read: list[SlotReadEnd] = []
         """Not yet told."""
         self.open_transport: Callable[..., Any] = open_transport
+        self.open_checker: Callable[[Callable[[], None]], Checker] = Checker
+        self.clock: Callable[[], float] = time.monotonic
 
     # -- set-up ------------------------------------------------------------------------
 
@@ -162,14 +166,14 @@ class RemoteSide:
         except TransportError as error:
             self._fail("remote_agent", f"no hand-overs on rank {self._rank}: {error}")
             return
-        self._checker = Checker(self._notify)
+        self._checker = self.open_checker(self._notify)
         self._summing = Summing(
             layout,
             self._checker,
             self._fail,
             pages_in_host_memory=self._are_pages_in_host_memory,
         )
-        self._pulls = Pulls(layout, transport, self._checker, self._fail)
+        self._pulls = Pulls(layout, transport, self._checker, self._fail, self.clock)
         self._layout = layout
 
     @property
@@ -214,6 +218,8 @@ class RemoteSide:
         if self._summing is not None:
             for job in plan.sums:
                 self._summing.start(job)
+            for slots in plan.slot_sums:
+                self._summing.start_slots(slots)
 
     def read_slots(self, reads: Sequence[SlotRead], unwanted: Sequence[int]) -> None:
         """Begin to read slots of peers into ours; what nobody waits for is given up."""
@@ -283,9 +289,11 @@ class RemoteSide:
         layout, self._layout = self._layout, None
         settled, self._settled = self._settled, []
         endpoint = self._pulls.endpoint if layout is not None and self._pulls is not None else None
-        sums = self._summing.take() if self._summing is not None else ()
+        summing = self._summing
+        sums = tuple(summing.take()) if summing is not None else ()
+        slot_sums = tuple(summing.take_slots()) if summing is not None else ()
         read, self._read = self._read, []
-        return Said(layout, endpoint, tuple(settled), tuple(sums), tuple(read))
+        return Said(layout, endpoint, tuple(settled), sums, tuple(read), slot_sums)
 
     def _part_ended(self, job: int, status: JobStatus, result: PullResult) -> None:
         self._ended.append(JobResult(job, Direction.LOAD, status, pulled=result))
@@ -295,4 +303,4 @@ class RemoteSide:
         self._read.append(SlotReadEnd(job, status, result))
 
 
-NOTHING = Said(None, None, (), (), ())
+NOTHING = Said(None, None, (), (), (), ())
