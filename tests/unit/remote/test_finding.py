@@ -70,6 +70,7 @@ class Net:
     def __init__(self) -> None:
         self.now = 1000.0
         self.failures: list[str] = []
+        self.sentences: list[str] = []
         self.refusal: str | None = None
         self.peers: dict[Address, Peer | None] = {}
         self.asks: list[tuple[Address, bytes]] = []
@@ -87,6 +88,7 @@ class Net:
 
     def count(self, kind: str, sentence: str) -> None:
         self.failures.append(kind)
+        self.sentences.append(sentence)
 
     def _send(self, address: Address, data: bytes) -> bool:
         self.asks.append((address, data))
@@ -219,6 +221,8 @@ def test_greetings_to_a_dead_peer_become_rare() -> None:
         net.pass_time(1)
         net.run()
     assert net.greetings() < 30
+    assert 0 < net.failures.count("remote_unanswered") <= net.greetings()
+    assert "10.0.0.1:7600 does not answer" in net.sentences[0]
 
 
 @pytest.mark.parametrize("late", ["lost", "within its time"])
