@@ -194,11 +194,14 @@ def test_a_reset_while_bytes_are_on_their_way(producer: Engine, consumer: Engine
     consumer.sim.check_quiet()
 
 
-def test_another_key(fleet: Fleet, producer: Engine, tmp_path: Path) -> None:
+def test_another_key(
+    fleet: Fleet, producer: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     keys.write(tmp_path / "keys" / "other.key", keys.generate())
     consumer = fleet.engine("kv_consumer", key="other.key")
     decode(consumer, prompt(ODD), prefill(producer, prompt(ODD)))
     assert consumer.failures == {"remote_ticket": 1}
+    assert "not sealed with this engine's key" in caplog.text
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
@@ -266,7 +269,9 @@ def test_a_prompt_that_goes_on(producer: Engine, consumer: Engine) -> None:
     assert consumer.count("hit_tokens|peer") == ODD
 
 
-def test_a_ticket_that_is_used_twice(producer: Engine, consumer: Engine) -> None:
+def test_a_ticket_that_is_used_twice(
+    producer: Engine, consumer: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     tokens = prompt(ODD)
     params = prefill(producer, tokens)
     decode(consumer, tokens, params, "d1")
@@ -274,6 +279,7 @@ def test_a_ticket_that_is_used_twice(producer: Engine, consumer: Engine) -> None
     consumer.sim.flush_device()
     decode(consumer, tokens, params, "d2")
     assert consumer.failures == {"remote_lease": 1}
+    assert "has been fetched before" in caplog.text
 
 
 def test_the_client_may_want_neither_tier_nor_peer(producer: Engine, consumer: Engine) -> None:
