@@ -30,7 +30,13 @@ from vllm_tiered_kv.scheduler.core import SchedulerSettings
 from vllm_tiered_kv.scheduler.half import SchedulerHalf
 from vllm_tiered_kv.scheduler.handing import HandingOptions
 from vllm_tiered_kv.scheduler.remote import RemoteParts
-from vllm_tiered_kv.startup import NamespaceTask, announce, warn_about_memory, warn_about_policy
+from vllm_tiered_kv.startup import (
+    NamespaceTask,
+    announce,
+    warn_about_memory,
+    warn_about_policy,
+    warn_about_role,
+)
 from vllm_tiered_kv.tiers.disk.entries import MAX_GROUPS, MAX_RANKS
 from vllm_tiered_kv.tiers.disk.open import admission_of, open_disk
 from vllm_tiered_kv.worker.half import WorkerHalf
@@ -90,6 +96,8 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     if options.remote is not None:
         lendable = num_slots if options.cpu is not None else 0
         remote = open_agent(vllm_config, options.remote, geometry, ranks, lendable)
+    else:
+        warn_about_role(vllm_config)
     task = NamespaceTask(
         vllm_config,
         kv_cache_config,

@@ -90,6 +90,7 @@ KINDS = (
     "remote_range",
     "remote_rate",
     "remote_rebuilt",
+    "remote_role",
     "remote_semantic",
     "remote_shutdown",
     "remote_slots",

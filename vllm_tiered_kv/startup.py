@@ -149,6 +149,18 @@ def warn_about_policy(vllm_config: VllmConfig) -> None:
         )
 
 
+def warn_about_role(vllm_config: VllmConfig) -> None:
+    """A role between engines says nothing without the option that has them meet."""
+    role = vllm_config.kv_transfer_config.kv_role
+    if role in ("kv_producer", "kv_consumer"):
+        logger.warning(
+            "tiered-kv: kv_role is %s, and there is no option remote: this engine hands nothing "
+            "over and takes nothing that is handed over. Set remote.listen and remote.key_file in "
+            "kv_connector_extra_config, or kv_role to kv_both.",
+            role,
+        )
+
+
 def _words(namespace: identity.Namespace) -> str:
     if namespace.persistent:
         return namespace.short

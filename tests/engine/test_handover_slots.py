@@ -75,7 +75,7 @@ def test_the_devices_blocks_are_free_before_anybody_comes(
     assert pulled(consumer) - begin == sum(map(len, texts))
     for text, completion in zip(texts, got, strict=True):
         assert_same_output(alone(producer, text), completion)
-    assert not failures(producer)
+    assert failures(producer).keys() <= {"remote_not_ready"}  # while it was not
     settled(producer, consumer)
 
 

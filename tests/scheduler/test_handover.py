@@ -327,7 +327,14 @@ def test_a_consumer_does_not_hand_over(consumer: Engine) -> None:
     assert params == refusal()
     assert consumer.is_free()
     decode(consumer, prompt(ODD), params)
-    assert consumer.failures == {}
+    assert consumer.failures == {"remote_role": 1}
+
+
+def test_a_producer_takes_nothing(fleet: Fleet, producer: Engine) -> None:
+    other = fleet.engine("kv_producer")
+    decode(producer, prompt(ODD), prefill(other, prompt(ODD)))
+    assert producer.count("hit_tokens|peer") == 0
+    assert producer.failures == {"remote_role": 1}
 
 
 def test_leases_are_bounded(fleet: Fleet) -> None:

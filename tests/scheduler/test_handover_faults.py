@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.scheduler.handover import (
     wait,
     wait_held,
 )
-from tests.scheduler.sim import BLOCK, prompt
+from tests.scheduler.sim import BLOCK, Sim, prompt
 from vllm_tiered_kv.remote import keys
 from vllm_tiered_kv.remote.handoff import State
 from vllm_tiered_kv.remote.params import refusal
@@ -177,6 +178,7 @@ def test_a_reset_ends_hand_overs(producer: Engine, consumer: Engine) -> None:
     producer.sim.add("p2", tokens, 1, params=TO_PRODUCER)
     producer.sim.run()
     assert producer.sim.handed["p2"] == refusal()
+    assert producer.failures == {"remote_not_ready": 1}
 
 
 def test_a_reset_while_bytes_are_on_their_way(producer: Engine, consumer: Engine) -> None:
@@ -192,11 +194,27 @@ def test_a_reset_while_bytes_are_on_their_way(producer: Engine, consumer: Engine
     consumer.sim.check_quiet()
 
 
-def test_another_key(fleet: Fleet, producer: Engine, tmp_path: Path) -> None:
+def test_another_key(
+    fleet: Fleet, producer: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     keys.write(tmp_path / "keys" / "other.key", keys.generate())
     consumer = fleet.engine("kv_consumer", key="other.key")
     decode(consumer, prompt(ODD), prefill(producer, prompt(ODD)))
     assert consumer.failures == {"remote_ticket": 1}
+    assert "not sealed with this engine's key" in caplog.text
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+def test_what_is_handed_to_an_engine_without_the_option(
+    sim: Callable[..., Sim], producer: Engine, role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = sim(role=role)
+    warned = [r.getMessage() for r in caplog.records if "no option remote" in r.getMessage()]
+    assert bool(warned) == (role == "kv_consumer")
+    engine.add("d", prompt(ODD), 3, params=prefill(producer, prompt(ODD)))
+    engine.run()
+    assert engine.outputs["d"] == engine.expected("d")
+    assert engine.counters["failures|remote_role"] == 1
 
 
 @pytest.mark.parametrize(
@@ -251,7 +269,9 @@ def test_a_prompt_that_goes_on(producer: Engine, consumer: Engine) -> None:
     assert consumer.count("hit_tokens|peer") == ODD
 
 
-def test_a_ticket_that_is_used_twice(producer: Engine, consumer: Engine) -> None:
+def test_a_ticket_that_is_used_twice(
+    producer: Engine, consumer: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     tokens = prompt(ODD)
     params = prefill(producer, tokens)
     decode(consumer, tokens, params, "d1")
@@ -259,6 +279,7 @@ def test_a_ticket_that_is_used_twice(producer: Engine, consumer: Engine) -> None
     consumer.sim.flush_device()
     decode(consumer, tokens, params, "d2")
     assert consumer.failures == {"remote_lease": 1}
+    assert "has been fetched before" in caplog.text
 
 
 def test_the_client_may_want_neither_tier_nor_peer(producer: Engine, consumer: Engine) -> None:

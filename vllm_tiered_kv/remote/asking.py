@@ -32,7 +32,7 @@ from vllm_tiered_kv.remote.messages import (
     encode,
 )
 from vllm_tiered_kv.remote.options import MAX_PEERS, Address
-from vllm_tiered_kv.remote.unwilling import kind_of, sentence_of, silence
+from vllm_tiered_kv.remote.unwilling import kind_of, no_answer, sentence_of, silence
 
 ASK_SECONDS = 2.0
 """For an answer ..."""
@@ -338,9 +338,7 @@ class Client:
         if now >= peer.quiet_until:  # else other questions of the same time failed as well
             peer.failures += 1
             peer.quiet_until = now + silence(peer.failures)
-        sentence = (
-            f"{peer.address} does not answer: it is not there, is stopped, or has another key"
-        )
+        sentence = f"the prefill engine at {no_answer(peer.address)}"
         if question.handoff is not None:
             self._end(question.handoff, "remote_unanswered", sentence)
         if question.is_hello:

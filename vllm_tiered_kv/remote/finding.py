@@ -34,7 +34,13 @@ from vllm_tiered_kv.remote.messages import (
     encode,
 )
 from vllm_tiered_kv.remote.options import MAX_PEERS, Address
-from vllm_tiered_kv.remote.unwilling import MAX_QUIET_SECONDS, kind_of, sentence_of, silence
+from vllm_tiered_kv.remote.unwilling import (
+    MAX_QUIET_SECONDS,
+    kind_of,
+    no_answer,
+    sentence_of,
+    silence,
+)
 
 MEET_SECONDS = 2.0
 """For an answer to a first question."""
@@ -379,6 +385,10 @@ class Finder:
         self._failed(peer)
         if entry is None:
             peer.is_greeted = False
+            if self._identity is not None and peer.address in self._peers:
+                self._count(
+                    "remote_unanswered", f"peer {no_answer(peer.address)}; it is tried again"
+                )
             return
         peer.is_doubted = True
         self._forget(number, question)

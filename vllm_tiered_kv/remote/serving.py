@@ -282,8 +282,9 @@ class Server:
         )
 
     def _over(self, number: int, lease: int) -> Refused:
-        kept = f"it is kept for {self._leases.seconds:g} seconds"
-        return Refused(number, Reason.LEASE, f"lease {lease} is over: {kept}")
+        old = f"older than {self._leases.seconds:g} seconds"
+        why = f"what was handed over has been fetched before, is {old}, or was withdrawn"
+        return Refused(number, Reason.LEASE, f"lease {lease} is over: {why}")
 
     def _turn_away(self, lease: int, now: float) -> None:
         """Nobody gets what they have been waiting for."""

@@ -70,7 +70,10 @@ def unseal(text: str, key: bytes) -> Ticket:
         raise TicketError("it is no ticket") from None
     data = raw[_SEAL_BYTES:]
     if not hmac.compare_digest(raw[:_SEAL_BYTES], _seal(data, key)):
-        raise TicketError("it was not sealed with this fleet's key")
+        raise TicketError(
+            "it was not sealed with this engine's key: the prefill engine has another one, or what "
+            "it answered was changed on the way"
+        )
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, RecursionError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from vllm_tiered_kv.remote.facts import Facts, IdentityFacts, differences
 from vllm_tiered_kv.remote.messages import Reason, Refused
+from vllm_tiered_kv.remote.options import Address
 
 QUIET_SECONDS = 0.5
 """An engine that does not answer is left alone for so long, twice as long each time ..."""
@@ -15,6 +16,14 @@ MAX_QUIET_SECONDS = 30.0
 def silence(failures: int) -> float:
     """Seconds in which an engine is not asked that did not answer so often, one after the other."""
     return min(MAX_QUIET_SECONDS, QUIET_SECONDS * 2.0 ** min(failures, 16))
+
+
+def no_answer(address: Address) -> str:
+    """Who does not answer, and why that may be."""
+    return (
+        f"{address} does not answer: it is not there or stands still, its remote.listen is not an "
+        "address that reaches it from here, the port is closed to this host, or it has another key"
+    )
 
 
 def kind_of(answer: Refused) -> str:

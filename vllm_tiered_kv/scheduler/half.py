@@ -22,7 +22,7 @@ from vllm_tiered_kv.scheduler.disk import Since
 from vllm_tiered_kv.scheduler.first_tokens import FirstTokens
 from vllm_tiered_kv.scheduler.gating import RequestGate
 from vllm_tiered_kv.scheduler.loads import LoadPlanner
-from vllm_tiered_kv.scheduler.remote import RemoteParts, RemotePlanner
+from vllm_tiered_kv.scheduler.remote import HANDED_WITHOUT_REMOTE, RemoteParts, RemotePlanner
 from vllm_tiered_kv.scheduler.requests import NEVER, RequestState
 from vllm_tiered_kv.scheduler.states import NO_STATES, States, found_states, kept_states
 from vllm_tiered_kv.scheduler.stores import StorePlanner
@@ -458,6 +458,8 @@ class SchedulerHalf:
         self._requests[request.request_id] = state
         if self.remote is not None:
             self.remote.arrived(state)
+        elif params.handoff:
+            self.core.fail("remote_role", HANDED_WITHOUT_REMOTE)
         return state
 
 

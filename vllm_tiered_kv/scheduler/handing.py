@@ -182,6 +182,7 @@ class HandOvers:
         if not compat.ended_well(request):
             return None
         if not self._is_ready(state):
+            self._core.fail("remote_not_ready", self._why_not)
             return None
         tokens = int(min(request.num_computed_tokens, request.num_prompt_tokens))
         if tokens < 1:
@@ -223,6 +224,16 @@ class HandOvers:
         """Whether a request's KV can be offered, as far as is known."""
         stale = state.epoch != self._core.epoch or state.unsure or state.content is None
         return not stale and self._agent.sends and self._pool is not None
+
+    @property
+    def _why_not(self) -> str:
+        why = "its caches were reset meanwhile, or its adapter is in doubt"
+        if not self._agent.sends:
+            why = (
+                "this engine is not ready (its first request is never handed over, and none before "
+                "its weights are digested), or was told not to"
+            )
+        return f"a prompt that a router asked for is not handed over: {why}"
 
     def _blocks(
         self, tokens: int, block_ids: Sequence[Sequence[int]], kept: Tables = ()

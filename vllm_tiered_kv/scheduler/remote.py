@@ -29,6 +29,19 @@ if TYPE_CHECKING:
     from vllm_tiered_kv.scheduler.stores import StorePlanner
 
 NOT_HANDED = Handed(refusal(), waits=False)
+_SWAPPED = "are the router's addresses of prefill and decode engines swapped?"
+ASKED_TO_SEND = (
+    "a router asks this engine to hand a prompt over, and its kv_role is kv_consumer; nothing is "
+    f"handed over: {_SWAPPED}"
+)
+ASKED_TO_RECEIVE = (
+    "a router asks this engine to go on from what another one hands over, and its kv_role is "
+    f"kv_producer; the prompt is computed: {_SWAPPED}"
+)
+HANDED_WITHOUT_REMOTE = (
+    "a router asks this engine to go on from what another one hands over, and it has no option "
+    "remote; the prompt is computed"
+)
 TRUSTED_NO_MORE = "its caches were reset, perhaps for new weights, which are not looked at again"
 
 
@@ -106,6 +119,11 @@ class RemotePlanner:
         except ParamsError as error:
             self._core.fail("remote_params", f"ignored: {error}")
             return
+        settings = self.agent.settings
+        if state.remote.wish is Wish.SEND and not settings.sends:
+            self._core.fail("remote_role", ASKED_TO_SEND)
+        elif state.remote.wish is Wish.RECEIVE and not settings.receives:
+            self._core.fail("remote_role", ASKED_TO_RECEIVE)
         self.pulls.arrived(state)
 
     def planned(
@@ -128,6 +146,8 @@ class RemotePlanner:
         """A request ends: what another engine goes on from, where it asked."""
         if state.remote.wish is not Wish.SEND:
             return None
+        if not self.agent.settings.sends:
+            return NOT_HANDED
         try:
             return self.handing.finished(state, block_ids) or NOT_HANDED
         except Exception:  # noqa: BLE001 - it would end the engine

@@ -243,6 +243,8 @@ def test_greetings_to_a_dead_peer_become_rare() -> None:
         net.pass_time(1)
         net.run()
     assert net.greetings() < 30
+    assert 0 < net.failures.count("remote_unanswered") <= net.greetings()
+    assert "10.0.0.1:7600 does not answer" in net.sentences[0]
 
 
 @pytest.mark.parametrize("late", ["lost", "within its time"])
