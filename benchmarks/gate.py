@@ -122,6 +122,24 @@ def interval(samples: dict[str, list[float]], rng: random.Random) -> tuple[float
     return found[int(0.025 * RESAMPLES)], found[int(0.975 * RESAMPLES)]
 
 
+def teach(client: Client, delays: Path, lengths: Sequence[int]) -> dict[int, list[int]]:
+    """Have prompts in a fast tier, a length each, and the engine know what computing takes."""
+    _slow_tier.set_delays(delays)
+    known = {length: prompt(f"known {length}", length) for length in lengths}
+    for tokens in known.values():
+        store(client, tokens)
+    for turn in range(8):
+        for length in lengths:
+            store(client, prompt(f"new {length} {turn}", length + 8 * turn))
+    return known
+
+
+def loads(client: Client) -> float:
+    """How often the gate has chosen to load because that is faster."""
+    name, metrics = "vllm:tiered_kv_gate_decisions_total", client.metrics()
+    return sum(metrics.value(name, choice=c, reason="predicted") for c in ("all", "part"))
+
+
 def sweep(
     client: Client,
     delays: Path,
@@ -133,13 +151,7 @@ def sweep(
 ) -> list[dict[str, Any]]:
     """Measure each speed; returns what was found, a row for each speed and length."""
     rng = random.Random(1)
-    _slow_tier.set_delays(delays)
-    known = {length: prompt(f"known {length}", length) for length in lengths}
-    for tokens in known.values():
-        store(client, tokens)
-    for turn in range(8):  # it learns what computing takes
-        for length in lengths:
-            store(client, prompt(f"new {length} {turn}", length + 8 * turn))
+    known = teach(client, delays, lengths)
     middle = lengths[len(lengths) // 2]
     computed = statistics.median(ask(client, known[middle], "never") for _ in range(5))
     chunk = computed / (middle / CHUNK)
@@ -151,17 +163,12 @@ def sweep(
                 ask(client, tokens, "measured")
         for length, tokens in known.items():
             samples: dict[str, list[float]] = {arm: [] for arm in ARMS}
-            before = client.metrics()
+            before = loads(client)
             for turn in range(rounds):
                 for i in range(len(ARMS)):
                     arm = ARMS[(turn + i) % len(ARMS)]
                     samples[arm].append(ask(client, tokens, arm))
-            chosen = client.metrics()
-            loads = sum(
-                chosen.value("vllm:tiered_kv_gate_decisions_total", choice=c, reason="predicted")
-                - before.value("vllm:tiered_kv_gate_decisions_total", choice=c, reason="predicted")
-                for c in ("all", "part")
-            )
+            loaded = loads(client) - before
             low, high = interval(samples, rng)
             row = {
                 "slowness": factor,
@@ -169,17 +176,17 @@ def sweep(
                 "ratio": ratio(samples, range(rounds)),
                 "low": low,
                 "high": high,
-                "loaded": loads,
+                "loaded": loaded,
                 **{arm: statistics.median(samples[arm]) for arm in ARMS},
             }
             rows.append(row)
             print(
                 f"{factor:5.1f} x, {length:5d} tokens: measured {row['measured'] * 1e3:7.1f} ms, "
                 f"always {row['always'] * 1e3:8.1f}, never {row['never'] * 1e3:7.1f}; "
-                f"ratio {row['ratio']:.3f} ({low:.3f} to {high:.3f}); loaded {loads:.0f}/{rounds}",
+                f"ratio {row['ratio']:.3f} ({low:.3f} to {high:.3f}); loaded {loaded:.0f}/{rounds}",
                 flush=True,
             )
-            by_choice = loads * row["always"] + (rounds - loads) * row["never"]
+            by_choice = loaded * row["always"] + (rounds - loaded) * row["never"]
             row["by_choice"] = by_choice / rounds / min(row["always"], row["never"])
             report.add(
                 f"the same by choices, {factor:g} x, {length} tokens",

@@ -84,6 +84,7 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         eviction=options.cpu.eviction if options.cpu is not None else Eviction.LRU,
         gate=options.gate,
         token_budget=compat.token_budget(vllm_config),
+        shared_token_budget=compat.shared_token_budget(vllm_config),
         event_groups=compat.event_groups(vllm_config, kv_cache_config),
         recomputes=vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute",
     )

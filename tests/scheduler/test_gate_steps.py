@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scheduler.gated import BUDGET, LENGTHS, Make, engines, teach
+from tests.scheduler.gated import BUDGET, LENGTHS, Make, engines, fill, teach
 from tests.scheduler.sim import BLOCK, prompt
 from tests.scheduler.timed import TimedSim
 
@@ -95,3 +95,31 @@ def test_metrics_say_the_same(sim: Make, options: dict, plan_seconds: float) -> 
     assert took > 0
     assert said == pytest.approx(took, rel=0.1)
     engine.check_quiet()
+
+
+def test_decoding_with_many_draft_tokens_is_no_prefill(sim: Make) -> None:
+    engine = sim("never", drafts=20)
+    engine.add("decodes", prompt(40), 400)
+    while len(engine.outputs["decodes"]) < 200:
+        engine.advance()
+    assert not engine.half.gate.gate.prefill.is_known
+    assert engine.half.gate.gate.prefill.decode_seconds() > engine.step_seconds
+    engine.run()
+
+
+def test_a_long_read_is_ordered_in_few_long_steps(sim: Make) -> None:
+    """A look-up comes once a step, and what it orders must last the disk until the next."""
+    tokens, options = prompt(3200), {"num_blocks": 500}
+    fill(lambda **more: sim(**options, **more), tokens)
+    engine = sim("always", files=True, **options)
+    engine.read_seconds = 1.0
+    engine.step_seconds = 0.5
+    engine.add("decodes", prompt(20, seed=1), 14)
+    while len(engine.outputs["decodes"]) < 8:
+        engine.advance()
+    engine.add("reads", tokens, 1)
+    engine.advance()
+    assert engine.half.core.disk.reads > 150
+    engine.read_seconds = 0.0
+    engine.run()
+    assert engine.counter("hit_tokens", "disk") == 3200

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_tiered_kv.protocol import BlockCopy, Direction, JobResult, JobStatus
-from vllm_tiered_kv.worker.mover import PIECE_BYTES, CopyJob, Counts, Lane
+from vllm_tiered_kv.worker.mover import HOST_PIECE_BYTES, PIECE_BYTES, CopyJob, Counts, Lane
 
 COPY = BlockCopy(0, 0, 0, (1,))
 
@@ -147,9 +147,12 @@ def test_the_rest_of_a_load_that_is_too_slow_is_given_up(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("options", "left"),
     [
-        ({"worth": 4.0, "counts": Counts.HEAD}, 3),  # 3 s for what is computed in 2
-        ({"worth": 4.0, "counts": Counts.WHOLE}, 0),  # 3 s where all would be computed again
-        ({"worth": 2.0, "counts": Counts.WHOLE}, 3),
+        ({"worth": 4.0, "counts": Counts.HEAD}, 5),  # 5 s for what is computed in 3.3
+        ({"worth": 4.0, "counts": Counts.WHOLE}, 5),
+        ({"worth": 5.5, "counts": Counts.HEAD}, 5),
+        ({"worth": 5.5, "counts": Counts.WHOLE}, 0),  # 5 s where all would be computed again
+        ({"worth": 4.0, "counts": Counts.HEAD, "give_up": 4.5}, 4),  # in the first second it may
+        ({"worth": 4.0, "counts": Counts.HEAD, "give_up": 6.5}, 0),  # it will not be late
         ({"worth": None, "counts": Counts.HEAD}, 0),
         ({"worth": 1.0, "counts": Counts.HEAD, "give_up": 99.0}, 0),
     ],
@@ -212,3 +215,43 @@ def test_a_copy_that_hangs_is_told() -> None:
     assert bench.lane.close(0.01) is False
     bench.go.set()
     bench.wait()
+
+
+def test_what_no_thread_comes_to_is_given_up_at_its_deadline(bench: Bench) -> None:
+    """The threads hang in other copies: those must be waited for, and no others."""
+    bench.go.clear()
+    threads = len(bench.lane._threads)
+    bench.lane.submit([bench.job(i) for i in range(threads)])
+    for _ in range(threads):
+        assert bench.entered.acquire(timeout=10)
+    bench.lane.submit([bench.job(7, [7, 8], size=PIECE_BYTES, give_up=4.0), bench.job(9, [9])])
+    bench.now = 3.0
+    bench.lane.drop_overdue()
+    assert bench.results == []
+    bench.now = 5.0
+    bench.lane.drop_overdue()
+    (result,) = bench.wait()
+    assert (result.job, result.status, result.seconds) == (7, JobStatus.DROPPED, 5.0)
+    bench.go.set()
+    bench.wait(threads + 1)
+    assert 7 not in bench.copied
+    assert 8 not in bench.copied
+    assert 9 in bench.copied
+
+
+@pytest.mark.parametrize(("worth", "pieces"), [(None, 2), (1.0, 9)])
+def test_a_load_that_may_be_given_up_is_looked_at_on_the_way(
+    worth: float | None, pieces: int
+) -> None:
+    bench = Bench(threads=2)
+    lane = Lane(
+        Direction.LOAD, bench._copy, bench._end, 2, HOST_PIECE_BYTES, clock=lambda: bench.now
+    )
+    lane.submit([bench.job(1, range(100), size=1 << 20, worth=worth)])
+    bench.wait()
+    calls = 0
+    while bench.entered.acquire(blocking=False):
+        calls += 1
+    assert calls == pieces
+    assert lane.close(10)
+    assert bench.lane.close(10)

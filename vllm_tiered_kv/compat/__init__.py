@@ -89,6 +89,7 @@ from vllm_tiered_kv.compat.supported import (
     draft_tokens,
     has_prefix_caching,
     schedules_by_priority,
+    shared_token_budget,
     token_budget,
     tokens_in_flight,
 )
@@ -166,6 +167,7 @@ __all__ = [
     "proof_of",
     "ranks_elsewhere",
     "schedules_by_priority",
+    "shared_token_budget",
     "tensor_parallel_rank",
     "tensor_parallel_size",
     "token_budget",

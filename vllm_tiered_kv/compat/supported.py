@@ -35,10 +35,14 @@ def draft_tokens(vllm_config: VllmConfig) -> int:
 
 
 def token_budget(vllm_config: VllmConfig) -> int:
-    """Tokens of one request that vLLM schedules in one step at most."""
-    scheduler = vllm_config.scheduler_config
-    budget = int(scheduler.max_num_batched_tokens)
-    long_prefill = int(scheduler.long_prefill_token_threshold)
+    """Tokens of one request that vLLM schedules in one step at most, if there is no other."""
+    return int(vllm_config.scheduler_config.max_num_batched_tokens)
+
+
+def shared_token_budget(vllm_config: VllmConfig) -> int:
+    """The same beside other requests."""
+    budget = token_budget(vllm_config)
+    long_prefill = int(vllm_config.scheduler_config.long_prefill_token_threshold)
     return min(budget, long_prefill) if long_prefill > 0 else budget
 
 

@@ -21,6 +21,8 @@ from vllm_tiered_kv.gate.prefill import Curve
 
 AS_GOOD = 0.02
 """Two predictions that differ by less are as good: then what takes less of the accelerator wins."""
+AS_GOOD_FOR_OTHERS = 0.04
+"""The same where others are running, whose tokens all come later by what a recompute takes."""
 
 
 class Choice(enum.Enum):
@@ -106,14 +108,14 @@ def ends_to_try(ends: Sequence[int], begin: int, below: int, above: int) -> list
     return [ends[place - 1] for place in sorted(places) if 0 < place <= len(ends)]
 
 
-def decide(question: Question, curve: Curve) -> Decision:
-    """The best choice."""
+def decide(question: Question, curve: Curve, as_good: float = AS_GOOD) -> Decision:
+    """The best choice; of those that are as good the longest load."""
     start, prompt = question.start, question.prompt
     nothing = curve.seconds(start, prompt)
     totals = [option.load + curve.seconds(option.end, prompt) for option in question.options]
     if not totals:
         return Decision(Choice.NONE, Reason.PREDICTED, start, 0.0, nothing, None)
-    good_enough = (1 + AS_GOOD) * min(nothing, *totals)
+    good_enough = (1 + as_good) * min(nothing, *totals)
     for option, total in zip(reversed(question.options), reversed(totals), strict=True):
         if total <= good_enough:
             return _loads(question, option, total, nothing, Reason.PREDICTED)

@@ -10,7 +10,8 @@ and solves for the coefficients when they are asked for. Four things are added t
 - **A far-off value moves little.** What is more times as long or as short as predicted than usual
   is moved to where that begins (Huber, *Robust Estimation of a Location Parameter*, 1964). Several
   in a row on the same side are no accident but a change: then all is taken to be slower or faster
-  by as much, and the past nearly forgotten.
+  by as much, and the past nearly forgotten. Where what is thought slow is not measured any more
+  it may be put down to one term: the others are known again when they matter.
 - **What is not excited stays.** The solution is drawn to the last one by a small part of an
   observation (a proximal step), so that months of equal prompts do not let the other coefficients
   run away as plain forgetting would.
@@ -31,7 +32,7 @@ ERROR_RATE = 0.1
 """How fast the usual error follows."""
 PULL = 0.05
 """Observations that the last solution weighs."""
-KEPT = 0.05
+KEPT = 0.02
 """Share of the past that a change leaves."""
 TINY = 1e-9
 """Seconds."""
@@ -71,7 +72,7 @@ class Usual:
             self._far = self._far + side if self._far * side > 0 else side
             changed = abs(self._far) >= self._change
             if changed:
-                self._far = 0
+                self._far, self._error = 0, MOST_ERROR
                 return seconds, True
             times = bound
         error = self._error + ERROR_RATE * (1.25 * (times - 1) - self._error)
@@ -117,10 +118,15 @@ class Fit:
         memory: observations after which one counts for a third (1/e) only.
         first: observations before anything is known.
         change: far-off values in a row, on the same side, that mean a change.
+        blamed: the coefficient that a change is put down to as far as it can be, of a feature that
+            is never 0; None: all alike.
     """
 
-    def __init__(self, start: Start, *, memory: float, first: int, change: int) -> None:
+    def __init__(
+        self, start: Start, *, memory: float, first: int, change: int, blamed: int | None = None
+    ) -> None:
         self._start = start
+        self._blamed = blamed
         self._keep = 1.0 - 1.0 / memory
         self._first = first
         self._usual = Usual(change)
@@ -172,16 +178,23 @@ class Fit:
         predicted = max(_dot(self.coefficients, x), TINY)
         seconds, changed = self._usual.believe(max(seconds, TINY), predicted)
         if changed:
-            self._change_to(seconds / predicted)
+            self._change_to(x, seconds, predicted)
             predicted = seconds
         self._add(x, seconds, predicted)
 
-    def _change_to(self, factor: float) -> None:
-        """All takes so many times as long as before, as far as is known; the rest will show."""
+    def _change_to(self, x: Row, seconds: float, predicted: float) -> None:
+        """What was predicted takes so long, as far as is known; the rest will show."""
+        believed, at = list(self.coefficients), self._blamed
+        kept = KEPT * (predicted / seconds) ** 2  # the past is weighed by what it would take now
+        if at is not None:
+            believed[at] = max(0.0, believed[at] + (seconds - predicted) / x[at])
+        if at is None or not believed[at]:
+            predicted = max(_dot(believed, x), TINY)
+            believed = [seconds / predicted * c for c in believed]
         self._weight *= KEPT
-        self._coefficients = [factor * c for c in self.coefficients]
-        self._products = [KEPT * factor * product for product in self._products]
-        self._sums = [[KEPT * each for each in row] for row in self._sums]
+        self._coefficients = believed
+        self._sums = [[kept * each for each in row] for row in self._sums]
+        self._products = [_dot(row, believed) for row in self._sums]
 
     def _add(self, x: Row, seconds: float, predicted: float) -> None:
         scale, keep, products = max(seconds, predicted), self._keep, self._products

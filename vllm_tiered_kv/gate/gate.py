@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import msgspec
 
-from vllm_tiered_kv.gate.choice import Choice, Decision, Question, Reason, decide, forced
+from vllm_tiered_kv.gate.choice import (
+    AS_GOOD,
+    AS_GOOD_FOR_OTHERS,
+    Choice,
+    Decision,
+    Question,
+    Reason,
+    decide,
+    forced,
+)
 from vllm_tiered_kv.gate.load import LoadModel
 from vllm_tiered_kv.gate.mode import GateMode
 from vllm_tiered_kv.gate.prefill import Curve, PrefillModel
@@ -25,13 +34,14 @@ class Gate:
     """Decides; scheduler thread only.
 
     Args:
-        budget: tokens that fit in one step.
+        budget: tokens of a request that fit in one step if it is alone.
         deadline: seconds that anything may take at most.
+        shared_budget: tokens of a request that fit in one step if others are running.
     """
 
-    def __init__(self, budget: int, deadline: float) -> None:
+    def __init__(self, budget: int, deadline: float, shared_budget: int | None = None) -> None:
         self._deadline = deadline
-        self.prefill = PrefillModel(budget)
+        self.prefill = PrefillModel(budget, shared_budget)
         self.copy = LoadModel(COPY_BANDWIDTH, first=3)
         """From slots to the device."""
         self.disk = LoadModel(READ_BANDWIDTH, first=2)
@@ -60,7 +70,10 @@ class Gate:
             return forced(question, Reason.FORCED, curve)
         if curve is None or not self._knows(question, slow):
             return forced(question, Reason.LEARNING, curve)
-        return decide(question, curve)
+        decision = decide(question, curve, AS_GOOD_FOR_OTHERS if is_busy else AS_GOOD)
+        if decision.choice is not Choice.NONE:
+            self._allowance.begin_again()
+        return decision
 
     def explore(self, refused: Decision, question: Question, *, is_busy: bool) -> Decision:
         """What was refused may be tried now and then, for what it is expected to cost.
@@ -75,9 +88,16 @@ class Gate:
         load = forced(question, Reason.EXPLORING, curve)
         if load.total is None:
             return refused
-        if not self._allowance.spend(max(0.0, load.total - refused.total)):
+        if not self._allowance.allows(load.total - refused.total):
             return refused
         return msgspec.structs.replace(load, choice=Choice.PART)
+
+    def admitted(self, decision: Decision) -> None:
+        """A request that was decided on is admitted; until then it may be asked for it again."""
+        if decision.reason is not Reason.EXPLORING:
+            return
+        if decision.total is not None and decision.instead is not None:
+            self._allowance.spend(decision.total - decision.instead)
 
     def curve(self, *, is_busy: bool) -> Curve | None:
         return self.prefill.curve(is_busy=is_busy)

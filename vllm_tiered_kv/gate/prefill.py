@@ -18,7 +18,7 @@ import msgspec
 from vllm_tiered_kv.gate.fit import Fit, Mean, Row
 
 FEW_TOKENS = 16
-"""Tokens of one request in a step, below which it may be decoding (with draft tokens)."""
+"""Tokens of one request in a step, below which it may be decoding; more with more draft tokens."""
 MEMORY = 60.0
 """Prefill steps."""
 FIRST = 5
@@ -45,17 +45,23 @@ class PrefillModel:
     """Seconds of a recompute.
 
     Args:
-        budget: tokens that fit in one step.
+        budget: tokens of a request that fit in one step if it is alone.
+        shared_budget: the same if others are running.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.budget = max(1, budget)
+    def __init__(self, budget: int, shared_budget: int | None = None) -> None:
+        self._budget = max(1, budget)
+        self._shared_budget = max(1, shared_budget or budget)
         self._prefill = Fit(_start, memory=MEMORY, first=FIRST, change=CHANGE)
         self._decode = Mean(memory=MEMORY, first=1, change=CHANGE)
 
     @property
     def is_known(self) -> bool:
         return self._prefill.is_known
+
+    def budget(self, *, is_busy: bool) -> int:
+        """Tokens of a request that fit in one step."""
+        return self._shared_budget if is_busy else self._budget
 
     def observe(self, work: Work, seconds: float) -> None:
         """A step has run."""
@@ -80,7 +86,7 @@ class PrefillModel:
         fixed, token, pair = self._prefill.coefficients
         if is_busy:
             fixed = max(fixed, self.decode_seconds())
-        return Curve(fixed, token, pair, self.budget)
+        return Curve(fixed, token, pair, self.budget(is_busy=is_busy))
 
 
 class Curve(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 SHARE = 0.01
 """Of the time that requests take, what may be spent on seeing whether a choice still holds."""
 MOST = 1.0
-"""Seconds that may be saved up."""
+"""Seconds that a trial is thought to cost at most, until one has cost more."""
 
 
 def regret(actual: float, instead: float | None) -> float:
@@ -20,21 +20,34 @@ def regret(actual: float, instead: float | None) -> float:
 
 
 class Allowance:
-    """Seconds that may be spent on trying what is expected to be slower."""
+    """Seconds that may be spent on trying what is expected to be slower.
+
+    What is expected may be wrong by any factor, after an accident, and nothing but a trial would
+    show it. So a trial never has to wait for more than a share of its cost at first; as long as
+    nothing changes it is a larger one each time, and in the end its cost.
+    """
 
     def __init__(self) -> None:
         self._saved = 0.0
+        self._most = MOST
 
     def earn(self, seconds: float) -> None:
         """A request takes so long."""
-        self._saved = min(MOST, self._saved + SHARE * seconds)
+        self._saved = min(self._most, self._saved + SHARE * seconds)
 
-    def spend(self, seconds: float) -> bool:
-        """Whether so much may be lost now; it is then spent."""
-        if seconds > self._saved:
-            return False
-        self._saved -= seconds
-        return True
+    def allows(self, seconds: float) -> bool:
+        """Whether so much may be lost now."""
+        return min(seconds, self._most) <= self._saved
+
+    def spend(self, seconds: float) -> None:
+        """So much is lost: nothing is left of what was saved."""
+        self._saved = 0.0
+        if seconds > self._most:
+            self._most *= 2
+
+    def begin_again(self) -> None:
+        """It is chosen again: should that change, try soon."""
+        self._most = MOST
 
 
 class Pace:

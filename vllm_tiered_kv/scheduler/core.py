@@ -58,7 +58,9 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     gate: GateMode = GateMode.MEASURED
     """What decides whether a stored prefix is loaded."""
     token_budget: int = 8192
-    """Tokens of a request that fit in one step."""
+    """Tokens of a request that fit in one step if it is alone."""
+    shared_token_budget: int | None = None
+    """The same beside others; None: as many."""
     event_groups: tuple[compat.EventGroup, ...] | None = None
     """How KV events name each KV cache group's kind; None: KV events are off."""
     recomputes: bool = True

@@ -3,29 +3,30 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from vllm_tiered_kv import metrics
 from vllm_tiered_kv.gate import Choice, Decision, Gate, GateMode, Option, Question, Work
 from vllm_tiered_kv.gate.choice import ends_to_try, kinks
-from vllm_tiered_kv.gate.gate import LEAST_PATIENCE
+from vllm_tiered_kv.gate.load import Backlog
 from vllm_tiered_kv.gate.prefill import FEW_TOKENS
 from vllm_tiered_kv.gate.regret import regret
 from vllm_tiered_kv.gate.steps import StepClock
 from vllm_tiered_kv.log import get_logger
 from vllm_tiered_kv.protocol import JobStatus
 from vllm_tiered_kv.scheduler.groups import last_of
+from vllm_tiered_kv.scheduler.guard import never_fatal
 from vllm_tiered_kv.scheduler.hit_bytes import HitBytes
 from vllm_tiered_kv.scheduler.peer_probe import PeerProbe
 from vllm_tiered_kv.scheduler.probe import DiskProbe
 from vllm_tiered_kv.scheduler.ruling import Ruling
 from vllm_tiered_kv.scheduler.slow import SlowTier
+from vllm_tiered_kv.scheduler.waiting import Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,29 +41,13 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 TRIED_CHUNKS = 8
-"""Chunks loaded at most to see how fast a refused CPU tier is."""
+"""Chunks loaded to see how fast a refused CPU tier is; more where no hit can end so early."""
+MAX_UNCLEAN = 8
+"""Steps in a row that are not learned from because they begin a load as well."""
 FASTER = 2.0
 """What is on disk is asked of others only if they are so much faster: it costs them something."""
 LEAST_COPY_PATIENCE = 0.25
 """Seconds a load may wait at least before its first copy: on a busy machine threads come late."""
-
-
-_P = ParamSpec("_P")
-
-
-def _never_fatal(
-    method: Callable[Concatenate[RequestGate, _P], None],
-) -> Callable[Concatenate[RequestGate, _P], None]:
-    """What is only noted must not end an engine: a mistake of ours costs a measurement."""
-
-    @functools.wraps(method)
-    def guarded(self: RequestGate, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except Exception:  # noqa: BLE001
-            self._core.bug("the gate")
-
-    return guarded
 
 
 class RequestGate:
@@ -71,7 +56,12 @@ class RequestGate:
     def __init__(self, core: Core) -> None:
         self._core = core
         settings = core.settings
-        self.gate = Gate(settings.token_budget, settings.load_deadline)
+        self.gate = Gate(
+            settings.token_budget, settings.load_deadline, settings.shared_token_budget
+        )
+        self._few_tokens = max(FEW_TOKENS, settings.draft_tokens + 2)
+        self._unclean = 0
+        """Steps since the last that did nothing but compute."""
         self.steps: StepClock[tuple[RequestState, Ruling]] = StepClock()
         self._pending: dict[str, RequestState] = {}
         """Requests that were decided on and admitted, until their last piece is planned."""
@@ -80,12 +70,14 @@ class RequestGate:
         self._gone = 0
         """How many of these have ended since."""
         self._bytes = HitBytes(core.geometry, settings.world_size).of
+        self._backlog = Backlog()
+        self.waiting = Waiting(core, self.gate, self._bytes, self._turn)
         self.disk = SlowTier("disk", self.gate.disk, self._disk_reads, self._is_on_disk)
         """The disk tier; nothing is asked of it where there is none."""
         self.disk.probe = DiskProbe(
             core,
-            lambda fetch: self.begin(fetch, self.disk),
-            lambda fetch: self._learn_read(fetch, self.disk),
+            lambda fetch: self.waiting.begin(self.disk, fetch),
+            lambda fetch: self.waiting.learn(self.disk, fetch),
         )
         self.peers: SlowTier | None = None
         """Other engines; None where they are not asked."""
@@ -95,7 +87,7 @@ class RequestGate:
         slow = self.peers = SlowTier(
             metrics.PEER_CPU, self.gate.peers, lambda: tier.reads, lambda key: tier.groups(key) > 0
         )
-        slow.probe = PeerProbe(self._core, tier, self._learn_trial)
+        slow.probe = PeerProbe(self._core, tier, self.waiting.learn_trial)
 
     def prefers_peers(self) -> bool:
         """Whether peers come before the disk: they were seen to be faster, by far."""
@@ -112,7 +104,7 @@ class RequestGate:
 
     # -- the engine's steps --------------------------------------------------------------
 
-    @_never_fatal
+    @never_fatal
     def planned(
         self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState], *, loads: bool
     ) -> None:
@@ -125,17 +117,18 @@ class RequestGate:
             elif tokens and state.request.num_computed_tokens + tokens >= state.request.num_tokens:
                 last.append((state, ruling))
                 del self._pending[request_id]
-        work = _work(scheduled, requests)
+        work = _work(scheduled, requests, self._few_tokens)
         self.steps.planned(self._core.clock(), work, is_clean=not loads, last=tuple(last))
         self._scheduled, self._gone = scheduled, 0
 
-    @_never_fatal
+    @never_fatal
     def ended(self) -> None:
         """The oldest step's output has been taken in."""
         step = self.steps.ended(now := self._core.clock())
         if step is None:
             return
-        if step.is_clean:
+        self._unclean = 0 if step.is_clean else self._unclean + 1
+        if self._unclean == 0 or self._unclean > MAX_UNCLEAN:  # where all begin loads: as they are
             self.gate.prefill.observe(step.work, step.seconds)
         for state, ruling in step.last:
             if state.ruling is ruling:
@@ -220,14 +213,14 @@ class RequestGate:
         if chunks <= usable:
             self._refuse(tier, state, decision, keys, first + usable)
             return 0
-        now = self.begin(fetch, tier)
+        now = self.waiting.begin(tier, fetch)
         ruling = Ruling(decision, now, self._turn())
         if state.ruling is not None and state.is_reading:
             ruling.began = state.ruling.began  # another source has cost it time already
         ruling.known = usable
         if self.mode(state) is GateMode.MEASURED:
             ruling.predicted_read = self._read_seconds(tier, chunks - usable)
-            ruling.give_up_at = now + self._read_patience(tier, ruling)
+            ruling.give_up_at = now + self.waiting.patience(tier, ruling)
         state.ruling = ruling
         if tier.probe is not None:
             tier.probe.used()
@@ -237,14 +230,17 @@ class RequestGate:
         """How many chunks of a run in the CPU tier are worth loading."""
         was_refused = state.ruling is not None and not state.is_reading  # what lies beyond, slowly
         decision = self._ask(state, start, self._options(state, first, ends))
-        small = last_of(ends[: bisect_right(ends, TRIED_CHUNKS)])
-        if decision.choice is Choice.NONE and not state.is_reading and small:
+        if decision.choice is Choice.NONE and not state.is_reading and ends:
+            small = last_of(ends[: bisect_right(ends, TRIED_CHUNKS)]) or ends[0]
             question = self._question(state, start, [self._option(first, small)])
             decision = self.gate.explore(decision, question, is_busy=self._is_busy)
         if decision.choice is Choice.ALL and was_refused:
             decision = msgspec.structs.replace(decision, choice=Choice.PART)
-        if not state.is_reading or state.ruling is None or state.ruling.admitted is not None:
+        ruling = state.ruling
+        if not state.is_reading or ruling is None or ruling.admitted is not None:
             state.ruling = Ruling(decision, self._core.clock(), self._turn())
+        elif decision.end != ruling.decision.end:  # not all came that was to be read
+            ruling.arrives(decision)
         return max(0, decision.end // self._core.geometry.chunk_tokens - first)
 
     def worth_waiting(self, state: RequestState, start: int, most: float) -> float:
@@ -270,9 +266,8 @@ class RequestGate:
             tier: where the others come from.
         """
         size, prompt = self._core.geometry.chunk_tokens, state.request.num_tokens
-        below, above = (
-            token // size - first for token in kinks(prompt, self.gate.prefill.budget, size)
-        )
+        budget = self.gate.prefill.budget(is_busy=self._is_busy)
+        below, above = (token // size - first for token in kinks(prompt, budget, size))
         tried = ends_to_try(ends, known, below, above)
         return [self._option(first, n, n - known, tier) for n in tried]
 
@@ -323,7 +318,8 @@ class RequestGate:
         return chunk * self._core.geometry.chunk_tokens
 
     def _copying(self) -> int:
-        return sum(self._bytes(len(load.nodes)) for load in self._core.ledger.loads.values())
+        """Bytes of loads under way that are still to be copied, as far as can be told."""
+        return self._backlog.left(self._core.clock(), self.gate.copy.bandwidth)
 
     def _reading(self, tier: SlowTier) -> int:
         queued = tier.queued()
@@ -336,80 +332,16 @@ class RequestGate:
         disk = self._core.disk
         return disk is not None and disk.agent.groups(key) > 0
 
-    # -- reads ---------------------------------------------------------------------------
-
-    def _read_patience(self, tier: SlowTier, ruling: Ruling) -> float:
-        """Seconds in which what is read for a request is not late."""
-        if tier.model.is_known:
-            return self.gate.patience(ruling.predicted_read)
-        replaced = ruling.decision.replaced
-        most = self._core.settings.load_deadline
-        return most if replaced is None else min(most, max(LEAST_PATIENCE, replaced))
-
-    def still_waits(self, tier: SlowTier, state: RequestState, fetch: Fetch) -> bool:
-        """Whether what is read for a request is still worth waiting for."""
-        ruling = state.ruling
-        if ruling is None or ruling.give_up_at is None:
-            return True
-        now = self._core.clock()
-        if now < ruling.give_up_at:
-            return True
-        # It is late. What has come by now says how long the rest will take.
-        elapsed = now - ruling.began
-        total = len(fetch.keys) - ruling.known
-        here = sum(not node.is_arriving for node in fetch.nodes) - ruling.known
-        left = elapsed * (total - here) / here if here > 0 else float("inf")
-        curve = self.gate.curve(is_busy=self._is_busy)
-        replaced = ruling.decision.replaced
-        if curve is not None and replaced is not None and left < replaced * (total - here) / total:
-            ruling.give_up_at = now + self.gate.patience(left / 2)
-            return True
-        self._core.tally.add(metrics.GATE_GIVEN_UP.key(tier.name))
-        nbytes = self._bytes(len(fetch.read))
-        seconds = elapsed * total / max(here, 1)
-        if seconds > ruling.predicted_read:
-            tier.model.observe(nbytes, seconds)
-        ruling.give_up_at = None
-        return False
-
-    @_never_fatal
+    @never_fatal
     def go_on(self) -> None:
         """Take in what was read in the background; once a step."""
         for tier in (self.disk, self.peers):
             if tier is not None and tier.probe is not None:
                 tier.probe.go_on()
 
-    @_never_fatal
-    def fetched(self, tier: SlowTier, state: RequestState, fetch: Fetch) -> None:
-        """All that was to be read for a request has been."""
-        now = self._core.clock()
-        ruling = state.ruling
-        self._learn_read(fetch, tier)
-        if ruling is not None and ruling.give_up_at is not None:
-            ruling.give_up_at = None
-            if fetch.ended_at is not None:
-                tier.model.noticed(now - fetch.ended_at, ruling.turn)
-
-    def begin(self, fetch: Fetch, tier: SlowTier) -> float:
-        """A fetch is about to be ordered; returns when."""
-        fetch.ahead = tier.queued()
-        fetch.ordered_at = now = self._core.clock()
-        return now
-
-    def _learn_read(self, fetch: Fetch, tier: SlowTier) -> None:
-        """What it took, if it was nobody else's as well."""
-        began, ended = fetch.ordered_at, fetch.ended_at
-        if began is None or ended is None or fetch.failed or not fetch.arrived:
-            return
-        tier.model.observe(self._bytes(fetch.arrived), ended - began, self._bytes(fetch.ahead))
-
-    def _learn_trial(self, chunks: int, seconds: float, ahead: int) -> None:
-        """What it took to read from peers what nobody wanted."""
-        self.gate.peers.observe(self._bytes(chunks), seconds, self._bytes(ahead))
-
     # -- loads ---------------------------------------------------------------------------
 
-    @_never_fatal
+    @never_fatal
     def admitted(self, state: RequestState, tokens: int) -> None:
         """vLLM admits a request and takes ``tokens`` of what was offered."""
         ruling = state.ruling
@@ -418,8 +350,8 @@ class RequestGate:
         if state.offer is not None and tokens <= 0:
             state.ruling = None  # it takes another connector's
             return
-        if ruling.admitted is not None:  # a second time, with its load on the device
-            self._resumed(ruling, ruling.admitted)
+        if ruling.admitted is not None:  # a second time, with its load on the device, or lost
+            self._resumed(state, ruling, ruling.admitted)
             return
         now, decision = self._core.clock(), ruling.decision
         choice, reason = decision.choice.value, decision.reason.value
@@ -437,7 +369,10 @@ class RequestGate:
             )
         if not state.is_reading:
             ruling.began = now
+        elif tokens <= 0:  # read for nothing
+            self._count("load", decision.load, now - ruling.began)
         ruling.admitted = now
+        self.gate.admitted(decision)
         self._pending[state.request.request_id] = state
         ruling.turn = self._turn()
         ruling.ahead = self._copying()
@@ -461,9 +396,16 @@ class RequestGate:
         """Whether a load may end because computing is faster."""
         return self.mode(state) is GateMode.MEASURED and self._core.settings.recomputes
 
-    @_never_fatal
+    @never_fatal
+    def queued(self, load: ActiveLoad) -> None:
+        """A load is about to be sent to the ranks."""
+        nbytes = self._bytes(len(load.nodes))
+        self._backlog.add(nbytes, self._core.clock(), self.gate.copy.bandwidth)
+
+    @never_fatal
     def copied(self, load: ActiveLoad) -> None:
         """A load has ended on every rank."""
+        self._backlog.ended(self._bytes(len(load.nodes)))
         if load.stale or not load.copies:
             return
         if load.status is JobStatus.DONE:
@@ -479,22 +421,39 @@ class RequestGate:
         if state.ruling is not None:
             state.ruling.copied = load.seconds
 
-    def _resumed(self, ruling: Ruling, admitted: float) -> None:
-        """vLLM goes on with a request whose load is on the device."""
+    def _resumed(self, state: RequestState, ruling: Ruling, admitted: float) -> None:
+        """vLLM goes on with a request whose load is on the device, or was given up."""
         copied, ruling.copied = ruling.copied, None
-        if copied is None:
+        lost, ruling.lost = ruling.lost, 0
+        if copied is None and not lost:
             return
         now, decision, copy = self._core.clock(), ruling.decision, self.gate.copy
-        copy.noticed(now - admitted - copied - copy.queueing(ruling.ahead), ruling.turn)
+        if copied is not None:
+            copy.noticed(now - admitted - copied - copy.queueing(ruling.ahead), ruling.turn)
         if decision.choice is Choice.NONE or decision.replaced is None:
             return
         self._count("load", decision.load, now - ruling.began)
-        self._core.tally.add(metrics.GATE_SECONDS.key("replaced", "predicted"), decision.replaced)
+        computed = state.request.num_computed_tokens
+        share = max(0.0, 1 - (decision.end - computed) / lost) if lost else 1.0
+        replaced = min(1.0, share) * decision.replaced
+        self._core.tally.add(metrics.GATE_SECONDS.key("replaced", "predicted"), replaced)
 
     def lost(self, state: RequestState, load: ActiveLoad) -> None:
         """A load did not arrive: unless it was too slow nothing can be said of what was decided."""
-        if load.stale or load.status is not JobStatus.LATE:
+        ruling = state.ruling
+        if ruling is None:
+            return
+        # A load that no thread came to says how long it was queued.
+        never_began = load.status is JobStatus.DROPPED and (
+            load.seconds > 0.9 * self.deadline(state)
+        )
+        if load.stale or not (never_began or load.status is JobStatus.LATE):
             state.ruling = None
+            return
+        ruling.lost = load.tokens
+        if never_began:
+            self._core.tally.add(metrics.GATE_GIVEN_UP.key("cpu"))
+            self.gate.copy.observe(self._bytes(len(load.nodes)), load.seconds, ruling.ahead)
 
     # -- what came of it -----------------------------------------------------------------
 
@@ -513,10 +472,12 @@ class RequestGate:
         tally.add(metrics.GATE_SECONDS.key(what, "actual"), actual)
 
 
-def _work(scheduled: Mapping[str, int], requests: Mapping[str, RequestState]) -> Work:
+def _work(
+    scheduled: Mapping[str, int], requests: Mapping[str, RequestState], few_tokens: int
+) -> Work:
     """What a step computes; called before vLLM counts it as computed."""
     tokens = sum(scheduled.values())
-    if max(scheduled.values(), default=0) < FEW_TOKENS:
+    if max(scheduled.values(), default=0) < few_tokens:
         return Work(tokens)
     attention = 0.0
     for request_id, count in scheduled.items():

@@ -228,6 +228,7 @@ class LoadPlanner:
         tokens_in_all = state.request.num_tokens
         self.room.takes(load.request_id, tokens_in_all, tables, core.null_block)
         job = core.ledger.add_load(load)
+        self._gate.queued(load)
         copies, pull_job = load.copies, None
         if pulled and pull is not None:
             pull_job = self._plan_pull(state, load, pull[0], pulled, tables)
@@ -263,7 +264,7 @@ class LoadPlanner:
         if load.pull is not None and load.status is JobStatus.DONE and not load.pull.is_good:
             core.fail("remote_lease", "a hand-over arrived after its lease was over")
             load.stale = True
-        core.count_copy("load", load.nbytes, load.seconds)
+        core.count_copy("load", load.nbytes, load.seconds if load.nbytes else 0.0)
         self._gate.copied(load)
         if load.status is JobStatus.DONE and not load.stale:
             elsewhere = load.from_disk + load.from_peers

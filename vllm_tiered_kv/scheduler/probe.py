@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 PROBE_CHUNKS = 8
 """Chunks read at a time: as many as keep all readers busy twice."""
+MAX_PROBED = 1024
+"""Chunks of a prompt that are looked at for an end of a hit, where few places are one."""
 LEAST_PAUSE = 2.0
 MOST_PAUSE = 60.0
 """Seconds between two probes, at first and at last."""
@@ -52,9 +54,14 @@ class DiskProbe:
         disk = core.disk
         if disk is None or self._fetch is not None or not self._pace.is_due(now):
             return
-        fetch = disk.lookups.fetch(
-            keys[: first + PROBE_CHUNKS], first, first * core.geometry.chunk_tokens, 0
-        )
+        reads, start = disk.lookups, first * core.geometry.chunk_tokens
+        fetch = reads.fetch(keys[: first + PROBE_CHUNKS], first, start, 0)
+        if fetch is None and core.geometry.full_groups:
+            # No hit can end so early: what all ends need is read of these chunks, and is no hit.
+            fetch = reads.fetch(keys[: first + MAX_PROBED], first, start, 0)
+            if fetch is not None:
+                reads.cut(fetch, PROBE_CHUNKS, first, start)
+                fetch.needed = [core.geometry.full_groups] * PROBE_CHUNKS
         if fetch is None:
             return
         self._pace.tried(now)

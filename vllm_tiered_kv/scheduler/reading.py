@@ -56,10 +56,16 @@ class Reading:
 
     def goes_on(self, tier: SlowTier, reads: SlotReads, state: RequestState, fetch: Fetch) -> bool:
         """Whether to ask again later. If not: what has come is offered, the rest is computed."""
-        if reads.goes_on(fetch):
-            if self._may_wait(state) and self._gate.still_waits(tier, state, fetch):
-                return True
-        else:
-            self._gate.fetched(tier, state, fetch)
+        under_way = reads.goes_on(fetch)
+        for _ in range(1, self._gate.waiting.pieces()):
+            if fetch.is_ordered:
+                break
+            under_way = reads.goes_on(fetch)
+        if not under_way:
+            self._gate.waiting.ended(tier, state, fetch)
+        elif not self._may_wait(state):
+            self._gate.waiting.given_up(tier, state, fetch)
+        elif self._gate.waiting.goes_on(tier, state, fetch):
+            return True
         fetch.stop()
         return False

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from vllm_tiered_kv.gate import Decision
+import msgspec
+
+from vllm_tiered_kv.gate import Choice, Decision
 
 
 class Ruling:
@@ -17,6 +19,7 @@ class Ruling:
         "decision",
         "give_up_at",
         "known",
+        "lost",
         "predicted_read",
         "turn",
     )
@@ -32,11 +35,18 @@ class Ruling:
         self.admitted: float | None = None
         self.copied: float | None = None
         """Seconds of its load by the load's own clock, from its end until vLLM goes on."""
+        self.lost = 0
+        """Tokens of a load that was given up, until vLLM goes on."""
         self.known = 0
         """Chunks that were in the CPU tier then."""
         self.predicted_read = 0.0
         self.give_up_at: float | None = None
         """When what is read from disk for it is late; None: it is not waited for, or patiently."""
+
+    def arrives(self, found: Decision) -> None:
+        """Of what was to be read something else is worth loading in the end."""
+        replaced = 0.0 if found.choice is Choice.NONE else found.replaced
+        self.decision = msgspec.structs.replace(self.decision, end=found.end, replaced=replaced)
 
     def words(self, tokens: int) -> str:
         """The decision with all its terms, for a prompt of so many tokens."""

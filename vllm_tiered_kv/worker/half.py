@@ -389,6 +389,8 @@ class WorkerHalf:
                 that take the copying and reading threads' time.
         """
         outcome = LoadOutcome()
+        if self._loads and (lane := self._lanes.get(Direction.LOAD)) is not None:
+            lane.drop_overdue()
         with self._lock:
             news = self._woken or self._ended or self._results
             if idle and not news and self._copying():

@@ -26,6 +26,11 @@ HOST_PIECE_BYTES = 64 << 20
 for a main thread that spins."""
 WORTH_SHARING = 4 << 20
 """Below this a job's bytes are not divided over a lane's threads."""
+LOOKS = 8
+"""Pieces at least of a job that may be given up on the way, where they are worth sharing: it can
+be looked at only before each."""
+EARLY = 1 / 3
+"""Of the time in which a job is not late, after which its pace is believed."""
 COPY_TIMEOUT = 60.0
 """Seconds after which a device copy counts as hung."""
 IDLE_SECONDS = 5.0
@@ -55,6 +60,7 @@ class CopyJob:
         "job",
         "nbytes",
         "pending",
+        "queued_at",
         "sizes",
         "started",
         "total",
@@ -89,6 +95,7 @@ class CopyJob:
         """Its rest was given up."""
         self.pending = 0
         """Pieces not yet ended."""
+        self.queued_at = 0.0
         self.failed: set[int] = set()
         self.nbytes = 0
         self.started: float | None = None
@@ -97,12 +104,18 @@ class CopyJob:
 
     def is_too_slow(self, now: float) -> bool:
         """Whether doing without what has not begun is faster, by how it went until now."""
-        late = self.give_up_at is not None and now > self.give_up_at
-        if not late or self.worth is None or self.started is None or not self.begun:
+        if self.worth is None or self.started is None or not self.begun or self.give_up_at is None:
             return False
+        early = self.queued_at + EARLY * (self.give_up_at - self.queued_at)
         left = self.total - self.begun
         rest = (now - self.started) * left / self.begun
+        if now < early or now + rest <= self.give_up_at:
+            return False
         return rest > (self.worth * left / self.total if self.counts is Counts.HEAD else self.worth)
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether it was to begin earlier, and nothing of it has."""
+        return self.started is None and self.give_up_at is not None and now > self.give_up_at
 
 
 class Lane:
@@ -157,7 +170,8 @@ class Lane:
                     dropped.append(self._result(job))
                     continue
                 self._jobs[job.job] = job
-                pieces = list(self._pieces(job.sizes)) or [()]
+                job.queued_at = self._clock()
+                pieces = list(self._pieces(job)) or [()]
                 job.pending = len(pieces)
                 self._queue.extend((job, piece) for piece in pieces)
             self._wake.notify_all()
@@ -175,6 +189,21 @@ class Lane:
                 job = self._jobs.get(number)
                 if job is not None and job.verdict is None:
                     job.verdict = verdict
+
+    def drop_overdue(self) -> None:
+        """End jobs that are late and that no thread has come to: the threads may hang."""
+        with self._wake:
+            now = self._clock()
+            overdue = [job for job in self._jobs.values() if job.is_overdue(now)]
+            if not overdue:
+                return
+            for job in overdue:
+                self._miss(job)
+                del self._jobs[job.job]
+            self._queue = deque(each for each in self._queue if each[0].job in self._jobs)
+            results = [self._result(job) for job in overdue]
+        for result in results:
+            self._on_end(result)
 
     @property
     def in_flight(self) -> int:
@@ -233,11 +262,10 @@ class Lane:
     def _begin(self, job: CopyJob, piece: Sequence[int]) -> bool:
         """Note that a piece of the job begins; True if it is to be skipped."""
         now = self._clock()
+        if job.is_overdue(now):
+            self._miss(job)
         if job.started is None:
             job.started = now
-            late = job.give_up_at is not None and now > job.give_up_at
-            if late and job.verdict is None:
-                job.verdict = JobStatus.DROPPED
         if job.verdict is not None or job.failed:
             return True
         if job.is_too_slow(now):
@@ -245,6 +273,12 @@ class Lane:
             return True
         job.begun += sum(job.sizes[i] for i in piece)
         return False
+
+    @staticmethod
+    def _miss(job: CopyJob) -> None:
+        """A job does not begin any more; it took as long as it was queued."""
+        job.started = job.queued_at
+        job.verdict = job.verdict or JobStatus.DROPPED
 
     def _result(self, job: CopyJob) -> JobResult:
         status = JobStatus.DONE
@@ -256,12 +290,14 @@ class Lane:
             job.job, self._direction, status, tuple(sorted(job.failed)), job.nbytes, seconds
         )
 
-    def _pieces(self, sizes: Sequence[int]) -> Iterable[tuple[int, ...]]:
+    def _pieces(self, job: CopyJob) -> Iterable[tuple[int, ...]]:
         """Cut a job's copies into runs: bounded, and a fair share for each thread."""
-        total = sum(sizes)
+        sizes, total = job.sizes, job.total
         limit = self._piece_bytes
         if total >= WORTH_SHARING:
             limit = min(limit, -(-total // len(self._threads)))
+        if job.worth is not None:
+            limit = min(limit, max(WORTH_SHARING, -(-total // LOOKS)))
         run: list[int] = []
         filled = 0
         for i, size in enumerate(sizes):

@@ -3,11 +3,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_tiered_kv.gate import Choice, Gate, GateMode, Option, Question, Reason, Work
-from vllm_tiered_kv.gate.choice import AS_GOOD, decide, ends_to_try, forced, kinks
+from vllm_tiered_kv.gate.choice import (
+    AS_GOOD,
+    AS_GOOD_FOR_OTHERS,
+    decide,
+    ends_to_try,
+    forced,
+    kinks,
+)
 from vllm_tiered_kv.gate.prefill import Curve
 
 CHUNK = 16
@@ -155,6 +164,8 @@ def test_what_is_refused_is_tried_within_an_allowance() -> None:
         refused = gate.decide(question, GateMode.MEASURED, is_busy=False)
         assert refused.choice is Choice.NONE
         decision = gate.explore(refused, small, is_busy=False)
+        assert decision == gate.explore(refused, small, is_busy=False)  # there was no room for it
+        gate.admitted(decision)
         assert decision.total is not None
         gate.took(decision.total)
         spent += decision.total
@@ -163,3 +174,53 @@ def test_what_is_refused_is_tried_within_an_allowance() -> None:
             tries, lost = tries + 1, lost + decision.total - decision.instead
     assert tries >= 5
     assert lost <= 0.011 * spent
+
+
+def tries(gate: Gate, load: float, requests: int) -> list[int]:
+    """Which of some equal requests were tried, of a tier that is expected to take so long."""
+    question = Question(0, 1000, (Option(960, load + 1.0),))
+    small = Question(0, 1000, (Option(128, load),))
+    tried = []
+    for i in range(requests):
+        refused = gate.decide(question, GateMode.MEASURED, is_busy=False)
+        assert refused.choice is Choice.NONE
+        decision = gate.explore(refused, small, is_busy=False)
+        gate.admitted(decision)
+        if decision.reason is Reason.EXPLORING:
+            tried.append(i)
+        gate.took(0.1)
+    return tried
+
+
+def test_what_is_thought_to_take_for_ever_is_tried_as_well() -> None:
+    """Three accidents make any tier look so, and only a trial shows that it is not."""
+    tried = tries(taught(Gate(2048, 10.0)), 60.0, 20_000)
+    assert 1 <= len(tried) <= 6
+    pauses = [b - a for a, b in itertools.pairwise(tried)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] > 3 * tried[0]  # and ever more rarely
+
+
+def test_what_was_saved_up_is_not_spent_on_one_trial_after_the_other() -> None:
+    gate = taught(Gate(2048, 10.0))
+    for _ in range(10_000):
+        gate.took(0.1)
+    assert 1 <= len(tries(gate, 0.15, 40)) <= 2
+
+
+def test_beside_others_a_recompute_must_be_worth_a_little_more() -> None:
+    """Their tokens come later by all that it takes; within what nobody would measure."""
+    gate = taught(Gate(2048, 10.0))
+    alone, beside = (gate.curve(is_busy=busy) for busy in (False, True))
+    assert alone == beside
+    assert alone is not None
+    nothing = alone.seconds(0, 1000)
+    for more, choices in (
+        (0.5 * AS_GOOD, (Choice.ALL, Choice.ALL)),
+        (0.5 * (AS_GOOD + AS_GOOD_FOR_OTHERS), (Choice.NONE, Choice.ALL)),
+        (1.1 * AS_GOOD_FOR_OTHERS, (Choice.NONE, Choice.NONE)),
+    ):
+        option = Option(960, (1 + more) * nothing - alone.seconds(960, 1000))
+        question = Question(0, 1000, (option,))
+        for is_busy, choice in zip((False, True), choices, strict=True):
+            assert gate.decide(question, GateMode.MEASURED, is_busy=is_busy).choice is choice

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_tiered_kv.gate.fit import Fit, non_negative
-from vllm_tiered_kv.gate.load import LoadModel
+from vllm_tiered_kv.gate.load import MOST_STEPS, Backlog, LoadModel
 from vllm_tiered_kv.gate.prefill import PrefillModel, Work
 
 TRUE = (0.004, 2e-5, 3e-9)
@@ -197,7 +197,7 @@ def test_a_tier_that_changes_is_followed_within_a_few_jobs(factor: float) -> Non
     for _ in range(40):
         nbytes = rng.randrange(1 << 22, 1 << 26)
         model.observe(nbytes, 0.002 + nbytes / 3e9)
-    for _ in range(6):
+    for _ in range(10):
         nbytes = rng.randrange(1 << 22, 1 << 26)
         model.observe(nbytes, factor * (0.002 + nbytes / 3e9))
     assert model.seconds(1 << 25) == pytest.approx(factor * (0.002 + (1 << 25) / 3e9), rel=0.2)
@@ -217,3 +217,77 @@ def test_steps_that_a_job_costs_are_learned() -> None:
     for step in (0.01, 0.03, 0.1, 0.02, 0.05):
         model.noticed(1.5 * step, step)
     assert model.delay(0.05) == pytest.approx(0.075, rel=0.1)
+
+
+def test_small_jobs_that_wait_say_nothing_of_the_bandwidth() -> None:
+    """Else no large one would be tried any more, and nobody would learn that it is fast."""
+    model, rng = LoadModel(2e9, first=3), random.Random(10)
+    for _ in range(20):
+        nbytes = rng.randrange(1 << 20, 1 << 28)
+        model.observe(nbytes, 0.002 + nbytes / 3e9)
+    for _ in range(10):  # beside a long prefill
+        model.observe(1 << 21, 0.08)
+    assert model.seconds(1 << 21) == pytest.approx(0.08, rel=0.1)
+    assert model.seconds(1 << 30) == pytest.approx(0.08 + (1 << 30) / 3e9, rel=0.15)
+    for _ in range(5):
+        model.observe(1 << 21, 0.003)
+    assert model.seconds(1 << 21) == pytest.approx(0.003, rel=0.1)
+    assert model.seconds(1 << 30) == pytest.approx(0.002 + (1 << 30) / 3e9, rel=0.5)
+
+
+def test_after_a_change_values_on_both_sides_are_believed() -> None:
+    """What changed is not known by one value: those that follow must not count as accidents."""
+    model = LoadModel(2e9, first=3)
+    for _ in range(40):
+        model.observe(1 << 20, 0.002)
+        model.observe(1 << 26, 0.024)
+    for _ in range(3):
+        model.observe(1 << 24, 0.09)  # ten times as slow as was predicted
+    for _ in range(6):
+        model.observe(1 << 20, 0.02)
+        model.observe(1 << 26, 0.24)
+    for nbytes, seconds in ((1 << 20, 0.02), (1 << 26, 0.24)):
+        assert model.seconds(nbytes) == pytest.approx(seconds, rel=0.2)
+
+
+@pytest.mark.parametrize("seconds", [20.0, -20.0])
+def test_a_queue_is_not_counted_in_steps(seconds: float) -> None:
+    """Requests that waited for somebody's prefill, or for less than seemed to be queued."""
+    model = LoadModel(2e9, first=3)
+    for _ in range(20):
+        model.noticed(seconds, 0.002)
+    assert 0 < model.delay(0.002) <= MOST_STEPS * 0.002 * 1.001
+    for _ in range(20):
+        model.noticed(0.004, 0.002)
+    assert model.delay(0.002) == pytest.approx(0.004, rel=0.2)
+
+
+def test_a_prompt_that_is_alone_gets_the_whole_step() -> None:
+    """``long_prefill_token_threshold`` is for those that are not."""
+    model = PrefillModel(8192, 512)
+    for i in range(20):
+        tokens = 100 + 300 * i
+        model.observe(Work(tokens, 0.0, is_prefill=True), 0.01 + 1e-5 * tokens)
+    alone, beside = model.curve(is_busy=False), model.curve(is_busy=True)
+    assert alone is not None
+    assert beside is not None
+    assert alone.seconds(0, 8192) == pytest.approx(0.092, rel=0.1)
+    assert beside.seconds(0, 8192) == pytest.approx(0.242, rel=0.1)
+
+
+def test_of_what_is_queued_what_was_moved_meanwhile_is_not_counted() -> None:
+    backlog = Backlog()
+    assert backlog.left(5.0, 0.0) == 0
+    backlog.add(1000, 5.0, 100.0)
+    backlog.add(500, 5.0, 100.0)
+    assert backlog.left(5.0, 100.0) == 1500
+    assert backlog.left(13.0, 100.0) == 700
+    assert backlog.left(12.0, 100.0) == 700  # a clock that went back
+    backlog.ended(1000)
+    assert backlog.left(13.0, 100.0) == 500  # it was faster than that
+    backlog.ended(500)
+    assert backlog.left(13.0, 100.0) == 0
+    backlog.add(300, 100.0, 0.0)  # nothing is known yet
+    assert backlog.left(200.0, 0.0) == 300
+    assert backlog.left(200.0, 1e9) == 300
+    assert backlog.left(201.0, 1e9) == 0
