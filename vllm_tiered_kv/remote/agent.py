@@ -216,6 +216,10 @@ class RemoteAgent:
         """What was promised is there."""
         self._insist(self._server.settle, lease, offer)
 
+    def withdraw(self, lease: int) -> None:
+        """What was promised is not there."""
+        self._insist(self._server.withdraw, lease)
+
     # -- what is wanted: a consumer ----------------------------------------------------
 
     def open(self, sealed: str) -> Handoff:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import heapq
 import math
+from collections.abc import Iterable
 
 MAX_HOLDERS = 64
 """Of one lease."""
@@ -112,9 +113,16 @@ class LeaseTable:
             self._settle(number, lease, now)
         return True
 
-    def revoke(self, now: float) -> None:
-        """Nobody may begin to read anything of what there is now; who reads has its time."""
-        for number, lease in list(self._leases.items()):
+    def revoke(self, now: float, numbers: Iterable[int] | None = None) -> None:
+        """Nobody may begin to read anything of what there is now; who reads has its time.
+
+        Args:
+            numbers: the leases that are meant; None: all.
+        """
+        for number in tuple(self._leases) if numbers is None else numbers:
+            lease = self._leases.get(number)
+            if lease is None:
+                continue
             lease.last = now
             if not lease.holders:
                 lease.until = min(lease.until, now)
