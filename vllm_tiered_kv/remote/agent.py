@@ -339,6 +339,7 @@ class RemoteAgent:
 
     def _learn(self, layout: RankLayout, endpoint: Endpoint | None) -> None:
         self._layouts[layout.rank] = layout
+        self._client.recheck()
         self._greet_peers()
         if endpoint is not None:
             self._server.remember(RankMemory(layout.rank, endpoint, layout))
@@ -367,6 +368,8 @@ class RemoteAgent:
                 plan(layout, layouts)
         except Refusal as error:
             return str(error)
+        except Exception as error:  # noqa: BLE001 - whatever a peer says of its memory
+            return f"what it says of its memory makes no sense: {error!r}"
         return None
 
     def _hear(self, address: Address, data: bytes) -> None:
