@@ -330,7 +330,8 @@ class RemoteAgent:
             self._do(self._reply, peer, answer)
         for side in (self._client, self._finder):
             gone, side.gone = side.gone, []
-            self._gone.extend(gone)
+            # The other one may be having it read from just now.
+            self._gone.extend(engine for engine in gone if not self._is_known(engine))
         self._ready = self._server.is_ready
 
     def _obey(self) -> None:
@@ -375,6 +376,9 @@ class RemoteAgent:
     def _hear(self, address: Address, data: bytes) -> None:
         if not self._finder.heard(address, data):
             self._client.heard(address, data)
+
+    def _is_known(self, engine: str) -> bool:
+        return self._client.knows(engine) or self._finder.knows(engine)
 
     def _hang_up(self, address: Address) -> None:
         """One of the two that talk to a peer has no more to say."""
