@@ -217,7 +217,7 @@ class PullResult(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     seconds: float
     ended: float
-    """When; by the monotonic clock of the host."""
+    """When; by the monotonic clock of the rank's host."""
     may_write: bool
     """It was given up, and its device blocks may still be written."""
 

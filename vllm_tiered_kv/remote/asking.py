@@ -401,6 +401,7 @@ class Client:
     def _lose(self, peer: _Peer, handoff: Handoff) -> None:
         peer.held.pop(handoff.hold, None)
         peer.awaits.pop(handoff.hold, None)
+        handoff.valid_until = 0.0  # whatever our clock says: the producer's memory may be reused
         self._end(handoff, "remote_lease", f"{peer.address}: the lease is over")
 
     def _refuse_all(self, peer: _Peer, kind: str, sentence: str) -> None:
