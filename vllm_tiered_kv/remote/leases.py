@@ -20,6 +20,10 @@ LONGEST = 3600.0
 """Seconds after which no lease is renewed any more."""
 
 
+_SPARE = 1024
+"""Looks at leases that are over, kept beside those at leases that are not."""
+
+
 class Denial(enum.Enum):
     """Why a lease is not to be had."""
 
@@ -165,3 +169,7 @@ class LeaseTable:
             return
         del self._leases[number]
         self._freed.append(number)
+        if len(self._due) > _SPARE + 4 * len(self._leases):
+            # Most are of leases that were released long before their time.
+            self._due = [(lease.next_look(), number) for number, lease in self._leases.items()]
+            heapq.heapify(self._due)
