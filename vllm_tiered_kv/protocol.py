@@ -229,7 +229,7 @@ class PullResult(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     seconds: float
     ended: float
-    """When it had arrived, and been compared; by the monotonic clock of the host."""
+    """When it had arrived, and been compared; by the monotonic clock of the rank's host."""
     may_write: bool
     """It was given up, and its device blocks may still be written."""
 

@@ -57,7 +57,7 @@ def test_aborts_before_anything_is_asked_give_the_blocks_back(
 
 
 def test_a_rank_stands_still_when_it_is_about_to_look(producer: Engine, consumer: Engine) -> None:
-    consumer.sim.worker._worker.remote._pulls._clock = consumer.clock
+    consumer.sim.half.core.clock = consumer.clock
     consumer.transport.is_held = True
     consumer.sim.add("d", prompt(ODD), 3, params=prefill(producer, prompt(ODD)))
     wait_held(consumer)
@@ -75,6 +75,26 @@ def test_a_rank_stands_still_when_it_is_about_to_look(producer: Engine, consumer
     assert consumer.count("hit_tokens|peer") == 0
     assert "remote_lease" in consumer.failures
     consumer.sim.check_quiet()
+
+
+@pytest.mark.parametrize("time", [0.0, 1e12], ids=["behind", "ahead"])
+def test_a_rank_whose_clock_is_another_hosts(
+    producer: Engine, consumer: Engine, time: float
+) -> None:
+    consumer.sim.worker._worker.remote._pulls._clock = lambda: time
+    decode(consumer, prompt(ODD), prefill(producer, prompt(ODD), "p1"), "d1")
+    assert consumer.count("hit_tokens|peer") == ODD
+    consumer.transport.is_held = True
+    other = prompt(ODD, seed=5)
+    consumer.sim.add("d2", other, 3, params=prefill(producer, other, "p2"))
+    wait_held(consumer)
+    consumer.remote.agent._client._send = lambda address, data: True  # no renewals
+    next(iter(consumer.remote.pulls._active.values())).handoff.valid_until = 0.0
+    consumer.transport.release()
+    consumer.sim.run()
+    assert consumer.sim.outputs["d2"] == consumer.sim.expected("d2")
+    assert consumer.count("hit_tokens|peer") == ODD
+    assert "remote_lease" in consumer.failures
 
 
 def test_a_read_that_fails_is_recomputed(producer: Engine, consumer: Engine) -> None:

@@ -239,6 +239,15 @@ def test_bytes_that_arrive_after_the_lease_are_not_accepted(pair: Pair) -> None:
     pair.settle()
 
 
+@pytest.mark.parametrize("time", [0.0, 1e12], ids=["behind", "ahead"])
+def test_a_rank_whose_clock_is_another_hosts(pair: Pair, time: float) -> None:
+    pair.b.sim.worker._worker.remote._pulls._clock = lambda: time
+    pair.teach(prompt(LONG), "a")
+    complete(pair.b, prompt(LONG), "b")
+    assert pair.b.count(HIT)
+    assert not pair.b.failures
+
+
 def test_nothing_is_begun_under_a_loan_that_ends(pair: Pair) -> None:
     pair.teach(prompt(LONG), "a")
     peers = pair.b.remote.peers

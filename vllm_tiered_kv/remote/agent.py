@@ -237,6 +237,10 @@ class RemoteAgent:
         """What was promised is there."""
         self._errands.insist(self._server.settle, lease, offer)
 
+    def withdraw(self, lease: int) -> None:
+        """What was promised is not there."""
+        self._insist(self._server.withdraw, lease)
+
     # -- what is wanted: a consumer ----------------------------------------------------
 
     def open(self, sealed: str) -> Handoff:
@@ -332,7 +336,8 @@ class RemoteAgent:
             self._do(self._reply, peer, answer)
         for side in (self._client, self._finder):
             gone, side.gone = side.gone, []
-            self._gone.extend(gone)
+            # The other one may be having it read from just now.
+            self._gone.extend(engine for engine in gone if not self._is_known(engine))
         self._ready = self._server.is_ready
 
     def _obey(self) -> None:
@@ -341,6 +346,7 @@ class RemoteAgent:
 
     def _learn(self, layout: RankLayout, endpoint: Endpoint | None) -> None:
         self._layouts[layout.rank] = layout
+        self._client.recheck()
         self._greet_peers()
         if endpoint is not None:
             self._server.remember(RankMemory(layout.rank, endpoint, layout))
@@ -369,6 +375,8 @@ class RemoteAgent:
                 plan(layout, layouts)
         except Refusal as error:
             return str(error)
+        except Exception as error:  # noqa: BLE001 - whatever a peer says of its memory
+            return f"what it says of its memory makes no sense: {error!r}"
         return None
 
     def _hear(self, address: Address, data: bytes) -> None:
@@ -388,6 +396,9 @@ class RemoteAgent:
         """Who is there speaks another version."""
         self._finder.is_of_another_version(address, sentence)
         self._client.is_of_another_version(address, sentence)
+
+    def _is_known(self, engine: str) -> bool:
+        return self._client.knows(engine) or self._finder.knows(engine)
 
     def _hang_up(self, address: Address) -> None:
         """One of the two that talk to a peer has no more to say."""

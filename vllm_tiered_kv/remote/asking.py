@@ -131,6 +131,23 @@ class Client:
         self._identity = None
         self._why = why
 
+    def recheck(self) -> None:
+        """More is known of our memory: of what was granted meanwhile some may not be readable."""
+        for peer in self._peers.values():
+            memory = peer.memory
+            reason = self._refusal(memory) if memory is not None else None
+            if memory is None or reason is None:
+                continue
+            peer.memory = None
+            self.gone.append(memory.engine)
+            for handoff in peer.held.values():  # given back when the scheduler lets go of it
+                if handoff.ticket.engine == memory.engine:
+                    self._end(handoff, "remote_pages", f"{peer.address}: {reason}")
+
+    def knows(self, engine: str) -> bool:
+        """Whether this engine may be read from."""
+        return any(self._knows(peer, engine) for peer in self._peers.values())
+
     # -- what is wanted ----------------------------------------------------------------
 
     def open(self, handoff: Handoff) -> None:
@@ -373,6 +390,7 @@ class Client:
     def _lose(self, peer: _Peer, handoff: Handoff) -> None:
         peer.held.pop(handoff.hold, None)
         peer.awaits.pop(handoff.hold, None)
+        handoff.valid_until = 0.0  # whatever our clock says: the producer's memory may be reused
         self._end(handoff, "remote_lease", f"{peer.address}: the lease is over")
 
     def _refuse_all(self, peer: _Peer, kind: str, sentence: str) -> None:

@@ -19,9 +19,11 @@ from zmq.utils import z85
 
 from vllm_tiered_kv.remote.keys import FleetKey
 from vllm_tiered_kv.remote.messages import MAX_ANSWER_BYTES, MAX_ASK_BYTES
+from vllm_tiered_kv.remote.names import is_name
 from vllm_tiered_kv.remote.options import Address
 
 _QUEUE = 1024  # messages, of one connection
+_ANSWERS = 64  # the same, where they may be large: what else comes waits at the peer
 _DOMAIN = b"vllm-tiered-kv"
 _ZAP = "inproc://zeromq.zap.01"
 _HANDSHAKE_MS = 5_000
@@ -29,8 +31,10 @@ _HEARTBEAT_MS = 5_000
 """A connection whose other end says nothing for some of these is closed and made anew."""
 _RECONNECT_MS = 100
 _MAX_RECONNECT_MS = 5_000
+_BY_ADDRESS, _BY_NAME = 1, 2
+"""ZeroMQ's threads, as bits: the one that looks names up stands still while DNS says nothing."""
 _PER_WAIT = 256
-"""Messages taken from one socket before the others have their turn."""
+"""Messages taken from one socket, if they are small, before the others have their turn."""
 
 
 class Heard:
@@ -64,7 +68,7 @@ class ControlSockets:
         """Messages of more than one part, or of none."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
-        self._context = zmq.Context()
+        self._context = zmq.Context(io_threads=2)
         self._zap: zmq.Socket[bytes] | None = None
         self._server: zmq.Socket[bytes] | None = None
         self.address = listen
@@ -83,7 +87,7 @@ class ControlSockets:
         self._zap = self._context.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind(_ZAP)
-        self._server = self._socket(zmq.ROUTER, MAX_ASK_BYTES)
+        self._server = self._socket(zmq.ROUTER, MAX_ASK_BYTES, _BY_ADDRESS)
         self._server.setsockopt(zmq.CURVE_SERVER, 1)
         self._server.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(self._key.secret))
         self._server.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(self._key.public))
@@ -97,8 +101,9 @@ class ControlSockets:
         self._poller.register(self._zap, zmq.POLLIN)
         self._poller.register(self._server, zmq.POLLIN)
 
-    def _socket(self, kind: int, max_message: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, max_message: int, thread: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
+        socket.setsockopt(zmq.AFFINITY, thread)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.SNDHWM, _QUEUE)
@@ -171,7 +176,9 @@ class ControlSockets:
         return True
 
     def _connect(self, address: Address) -> zmq.Socket[bytes]:
-        socket = self._socket(zmq.DEALER, MAX_ANSWER_BYTES)
+        thread = _BY_NAME if is_name(address) else _BY_ADDRESS
+        socket = self._socket(zmq.DEALER, MAX_ANSWER_BYTES, thread)
+        socket.setsockopt(zmq.RCVHWM, _ANSWERS)
         try:
             socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(self._key.public))
             socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(self._key.public))
@@ -205,11 +212,14 @@ class ControlSockets:
 
     def _receive(self, socket: zmq.Socket[bytes]) -> list[list[bytes]]:
         messages: list[list[bytes]] = []
-        for _ in range(_PER_WAIT):
+        nbytes = 0
+        while len(messages) < _PER_WAIT and nbytes < MAX_ANSWER_BYTES:
             try:
-                messages.append(socket.recv_multipart(zmq.NOBLOCK))
+                parts = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.ZMQError:  # nothing more, or closed
                 break
+            messages.append(parts)
+            nbytes += sum(map(len, parts))
         return messages
 
     def _admit(self, zap: zmq.Socket[bytes]) -> None:

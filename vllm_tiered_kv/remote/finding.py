@@ -155,6 +155,11 @@ class Finder:
         """Whether this peer is asked."""
         return address in self._peers
 
+    def knows(self, engine: str) -> bool:
+        """Whether this engine may be read from."""
+        memories = (peer.memory for peer in self._peers.values())
+        return any(memory is not None and memory.engine == engine for memory in memories)
+
     # -- who is asked ------------------------------------------------------------------
 
     def identify(self, identity: Identity, facts: IdentityFacts = UNTOLD) -> None:

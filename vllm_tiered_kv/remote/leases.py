@@ -12,11 +12,16 @@ from __future__ import annotations
 import enum
 import heapq
 import math
+from collections.abc import Iterable
 
 MAX_HOLDERS = 64
 """Of one lease."""
 LONGEST = 3600.0
 """Seconds after which no lease is renewed any more."""
+
+
+_SPARE = 1024
+"""Looks at leases that are over, kept beside those at leases that are not."""
 
 
 class Denial(enum.Enum):
@@ -112,9 +117,16 @@ class LeaseTable:
             self._settle(number, lease, now)
         return True
 
-    def revoke(self, now: float) -> None:
-        """Nobody may begin to read anything of what there is now; who reads has its time."""
-        for number, lease in list(self._leases.items()):
+    def revoke(self, now: float, numbers: Iterable[int] | None = None) -> None:
+        """Nobody may begin to read anything of what there is now; who reads has its time.
+
+        Args:
+            numbers: the leases that are meant; None: all.
+        """
+        for number in tuple(self._leases) if numbers is None else numbers:
+            lease = self._leases.get(number)
+            if lease is None:
+                continue
             lease.last = now
             if not lease.holders:
                 lease.until = min(lease.until, now)
@@ -157,3 +169,7 @@ class LeaseTable:
             return
         del self._leases[number]
         self._freed.append(number)
+        if len(self._due) > _SPARE + 4 * len(self._leases):
+            # Most are of leases that were released long before their time.
+            self._due = [(lease.next_look(), number) for number, lease in self._leases.items()]
+            heapq.heapify(self._due)

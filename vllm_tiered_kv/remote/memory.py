@@ -19,11 +19,11 @@ from typing import Annotated
 
 import msgspec
 
-from vllm_tiered_kv.remote.transport import Address
-
 MAX_STRIPS = 4096
 MAX_LAYOUT_GROUPS = 64
 
+Address = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+"""What is added to one for a place in an entry keeps it below 2^63."""
 Small = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Stride = Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
 

@@ -80,6 +80,23 @@ class RankMemory(msgspec.Struct, frozen=True, array_like=True):
     endpoint: Endpoint
     layout: RankLayout
 
+    def __post_init__(self) -> None:
+        if self.layout.rank != self.rank:
+            raise ValueError(f"the layout of rank {self.layout.rank} as that of {self.rank}")
+
+
+Ranks = Annotated[tuple[RankMemory, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+def _check_ranks(ranks: Ranks) -> None:
+    """See that each is named once.
+
+    Raises:
+        ValueError: one is named twice.
+    """
+    if len({memory.rank for memory in ranks}) < len(ranks):
+        raise ValueError("a rank is named twice")
+
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
     """What must be equal in both engines."""
@@ -167,7 +184,10 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     number: Count
     generation: Count
     """Another one whenever it has changed."""
-    ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        _check_ranks(self.ranks)
 
 
 class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
@@ -208,7 +228,10 @@ class Met(msgspec.Struct, frozen=True, array_like=True, tag="met"):
     number: Count
     engine: Incarnation
     generation: Count
-    ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        _check_ranks(self.ranks)
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True, tag="found"):

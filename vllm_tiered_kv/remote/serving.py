@@ -149,6 +149,12 @@ class Server:
         for taker in self._takers.pop(lease, ()):
             self._late.append((taker.peer, encode(self._granted(taker.number, offer))))
 
+    def withdraw(self, lease: int) -> None:
+        """What was promised is not there: nobody is granted it."""
+        now = self._clock()
+        self._turn_away(lease, now)
+        self._leases.revoke(now, (lease,))
+
     def take_late(self) -> list[tuple[bytes, bytes]]:
         """Answers that had to wait, and to whom; each once."""
         late, self._late = self._late, []

@@ -239,6 +239,13 @@ class AdapterTable:
             elif report.state is not AdapterState.ABSENT:
                 alias.doubts.add(report.adapter)
 
+    def is_current(self, content: Content) -> bool:
+        """Whether all ranks still have just these weights, as far as they have said."""
+        if content.use is None:
+            return True
+        adapter = self._adapters.get(content.use.adapter)
+        return adapter is not None and adapter.content == content
+
     def device_emptied(self) -> None:
         """The device's cache holds no block any more, so no alias is mixed."""
         for alias in self._aliases.values():

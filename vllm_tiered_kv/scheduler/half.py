@@ -278,6 +278,8 @@ class SchedulerHalf:
         """Take in what the ranks sent with a step's output."""
         for report in reports:
             self._apply(report)
+        if self.remote is not None:
+            self.remote.handing.confirm()
         if output.invalid_block_ids and self._not_ours(output.invalid_block_ids):
             # What was computed from these blocks, in this step and in one that is under way,
             # may be in the tier already; which chunks those are is not known.

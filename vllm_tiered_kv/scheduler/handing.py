@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm_tiered_kv.compat import BlockPool
     from vllm_tiered_kv.remote.agent import RemoteAgent
     from vllm_tiered_kv.remote.ticket import Ticket
+    from vllm_tiered_kv.scheduler.adapters import Content
     from vllm_tiered_kv.scheduler.core import Core
     from vllm_tiered_kv.scheduler.requests import RequestState
     from vllm_tiered_kv.scheduler.stores import StorePlanner
@@ -92,6 +93,8 @@ class HandOvers:
         stores.on_end = self.readying.stored
         self._all: dict[int, HandOver] = {}
         """By lease."""
+        self._fresh: list[tuple[int, Content]] = []
+        """Leases that are offered before it is known which LoRA weights were there in the end."""
         self.sent: list[str] = []
         """For the next plan."""
 
@@ -164,6 +167,8 @@ class HandOvers:
         ticket, sealed = given
         self._all[ticket.lease] = hand
         self.readying.start(hand, ticket.lease)
+        if state.content is not None and state.content.use is not None:
+            self._fresh.append((ticket.lease, state.content))
         self._core.tally.add(metrics.HANDOFFS.key("offered"))
         params = answer(
             ticket,
@@ -304,6 +309,21 @@ class HandOvers:
         return compat.free_blocks(pool) < SHORT_OF_BLOCKS * compat.usable_blocks(pool)
 
     # -- what comes of it --------------------------------------------------------------
+
+    def confirm(self) -> None:
+        """Take back what was computed with other LoRA weights than those it is offered as.
+
+        To be called when what the ranks say of the step that ended the request is known. Nobody has
+        the ticket before.
+        """
+        fresh, self._fresh = self._fresh, []
+        for lease, content in fresh:
+            if not self._core.adapters.is_current(content):
+                self._core.fail(
+                    "adapter",
+                    "LoRA weights changed while a prompt was computed: it is not handed over",
+                )
+                self._agent.withdraw(lease)
 
     def _offer(self, hand: HandOver) -> None:
         """It can be read from now on."""

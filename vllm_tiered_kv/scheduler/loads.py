@@ -260,8 +260,9 @@ class LoadPlanner:
 
     def settled(self, load: ActiveLoad) -> None:
         """Every rank is done with the slots and, but for a pull given up, the blocks."""
-        core = self._core
-        if load.pull is not None and load.status is JobStatus.DONE and not load.pull.is_good:
+        core, pull = self._core, load.pull
+        is_done = load.status is JobStatus.DONE
+        if is_done and pull is not None and not pull.is_good(core.clock()):
             core.fail("remote_lease", "a hand-over arrived after its lease was over")
             load.stale = True
         core.count_copy("load", load.nbytes, load.seconds if load.nbytes else 0.0)

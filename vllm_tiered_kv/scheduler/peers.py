@@ -88,7 +88,7 @@ class _Batch:
     """Chunks that are read together."""
 
     __slots__ = (
-        *("claim", "ended", "jobs", "loan", "nbytes", "nodes"),
+        *("began", "claim", "ended", "jobs", "loan", "nbytes", "nodes"),
         *("outcome", "ranks", "seconds", "trial", "unwanted", "writers"),
     )
 
@@ -108,8 +108,8 @@ class _Batch:
         self.nodes: list[Node] = []
         """Whose slots are pinned for it alone: a trial's, and all while it may still write."""
         self.outcome = Outcome.DONE
-        self.ended = 0.0
-        """When the last rank had all its bytes; by the clock of this host."""
+        self.began = self.ended = 0.0
+        """When it was ordered, and when the last rank had all its bytes, by the ranks' clocks."""
         self.nbytes = 0
         self.seconds = 0.0
 
@@ -311,6 +311,7 @@ class PeerTier:
         job = self._core.ledger.number()
         self._batches[job] = batch
         batch.claim.reads += 1
+        batch.began = self._core.clock()
         deadline = min(self._deadline, loan.valid_until - self._core.clock())
         sums = tuple(loan.sums[i] for i in of) if loan.sums else ()
         self.orders.append(SlotRead(job, loan.memory.engine, local, remote, deadline, sums))
@@ -351,15 +352,17 @@ class PeerTier:
 
     def _ended(self, number: int, batch: _Batch) -> None:
         del self._batches[number]
-        outcome = batch.outcome
-        if outcome is Outcome.DONE and batch.ended > batch.loan.valid_until:
+        outcome, now = batch.outcome, self._core.clock()
+        # The ranks' clocks may be another host's: they are good for measuring, if at all.
+        ended = batch.ended if batch.began <= batch.ended <= now else now
+        if outcome is Outcome.DONE and now > batch.loan.valid_until:
             self._core.fail("remote_lease", "chunks of a peer arrived after their lease was over")
             outcome = Outcome.FAILED
         self._count(batch, outcome)
         trial = batch.trial
         if trial is not None:
             trial.is_over = True
-            trial.seconds = batch.ended - trial.began if outcome is Outcome.DONE else None
+            trial.seconds = ended - trial.began if outcome is Outcome.DONE else None
         if batch.writers:
             self._quarantined[number] = batch
             self._core.fail("remote_quarantine", "a read was given up and may still write")
@@ -369,7 +372,7 @@ class PeerTier:
             self.lookups.held += self._slots(batch)
         for job in batch.jobs:
             del self._batch_of[job]
-            self.lookups.ended(job, outcome, batch.ended or None)
+            self.lookups.ended(job, outcome, ended if batch.ended else None)
         if not batch.writers:
             self._release(batch)
 

@@ -41,7 +41,7 @@ class ActivePull:
         tokens: that it brings.
     """
 
-    __slots__ = ("blocks", "ended", "handoff", "nbytes", "seconds", "tokens", "writers")
+    __slots__ = ("blocks", "handoff", "nbytes", "seconds", "tokens", "writers")
 
     def __init__(self, handoff: Handoff, blocks: tuple[int, ...], tokens: int) -> None:
         self.handoff = handoff
@@ -49,8 +49,6 @@ class ActivePull:
         self.tokens = tokens
         self.writers: set[int] = set()
         """Ranks on which it has been given up and may still write."""
-        self.ended = 0.0
-        """When the last rank had all its bytes; by the clock of this host."""
         self.nbytes = 0
         self.seconds = 0.0
 
@@ -58,14 +56,15 @@ class ActivePull:
         """One rank has ended it."""
         self.nbytes += result.nbytes
         self.seconds = max(self.seconds, result.seconds)
-        self.ended = max(self.ended, result.ended)
         if result.may_write:
             self.writers.add(rank)
 
-    @property
-    def is_good(self) -> bool:
-        """Whether its lease held until the last byte had arrived."""
-        return self.ended <= self.handoff.valid_until
+    def is_good(self, now: float) -> bool:
+        """Whether its lease held until the last byte had arrived: it still holds.
+
+        Not by the ranks' clocks: a rank may be on another host.
+        """
+        return now <= self.handoff.valid_until
 
 
 class Pulls:

@@ -156,6 +156,7 @@ class RemotePlanner:
 
     def take_in(self) -> None:
         """Take in what the agent has to say; at the start of every hook."""
+        self.handing.confirm()
         self.handing.take_in()
         self.pulls.take_in()
         if self.shelving is not None:

@@ -6,17 +6,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from tests.unit.remote._wire import IDENTITY, OFFER, memory
 from vllm_tiered_kv.remote import keys
 from vllm_tiered_kv.remote.agent import GRACE, RemoteAgent, RemoteSettings
 from vllm_tiered_kv.remote.channel import ControlSockets
-from vllm_tiered_kv.remote.handoff import Handoff, State
+from vllm_tiered_kv.remote.handoff import Handoff, PeerMemory, State
 from vllm_tiered_kv.remote.keys import FleetKey
+from vllm_tiered_kv.remote.memory import Heads, RankLayout
 from vllm_tiered_kv.remote.messages import MAX_ASK_BYTES, VERSION
 from vllm_tiered_kv.remote.options import Address
 from vllm_tiered_kv.remote.ticket import TicketError
+from vllm_tiered_kv.worker.remote.plan import plan_routes
 
 LEASE = 30.0
 PROOF = b"p" * 32
@@ -277,3 +280,29 @@ def test_a_producer_that_speaks_another_version_is_said(
     until(lambda: ended(handoff))
     assert f"version {VERSION + 1}" in handoff.reason
     assert consumer.failures() == ["remote_version"]
+
+
+def test_pages_are_held_against_ours_also_when_ours_become_known_later(
+    producer: Engine, consumer: Engine
+) -> None:
+    handoff = consumer.agent.open(producer.offer())
+    until(lambda: handoff.state is State.GRANTED)
+    (group,) = memory().layout.groups
+    ours = msgspec.structs.replace(group, entry_tokens=32)
+    consumer.agent.remember(RankLayout(0, (ours,)), None)
+    until(lambda: handoff.state is State.OVER)
+    assert "blocks of 16 and of 32 tokens" in handoff.reason
+    consumer.agent.release(handoff)
+    until(lambda: bool(producer.agent.take_freed()))
+
+
+def test_a_layout_that_cannot_be_computed_with_is_refused(consumer: Engine) -> None:
+    (group,) = memory().layout.groups
+    ours = msgspec.structs.replace(group, heads=Heads(1, 1, 2))
+    strip = msgspec.structs.replace(group.strips[0], address=(1 << 63) - 1, entry_bytes=2048)
+    theirs = msgspec.structs.replace(group, heads=Heads(0, 2, 2), strips=(strip,))
+    consumer.agent._layouts[0] = RankLayout(0, (ours,))
+    rank = msgspec.structs.replace(memory(), layout=RankLayout(0, (theirs,)))
+    why = consumer.agent._refusal(plan_routes, PeerMemory("11" * 16, 1, (rank,)))
+    assert why is not None
+    assert "makes no sense" in why

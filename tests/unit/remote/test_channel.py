@@ -16,7 +16,7 @@ from zmq.utils import z85
 from vllm_tiered_kv.remote import keys
 from vllm_tiered_kv.remote.channel import ControlSockets
 from vllm_tiered_kv.remote.keys import FleetKey
-from vllm_tiered_kv.remote.messages import MAX_ASK_BYTES
+from vllm_tiered_kv.remote.messages import MAX_ANSWER_BYTES, MAX_ASK_BYTES
 from vllm_tiered_kv.remote.options import Address
 
 LOOPBACK = Address("127.0.0.1", 0)
@@ -197,6 +197,29 @@ def test_a_server_that_comes_later_and_comes_back(make: Callable[..., End]) -> N
         return bool(again.asks)
 
     until(heard, again, client)
+
+
+class Endless:
+    """A socket of a peer that says large things and does not stop."""
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        assert flags == zmq.NOBLOCK
+        return [bytes(MAX_ANSWER_BYTES // 2)]
+
+
+def test_a_few_large_messages_are_taken_at_a_time(make: Callable[..., End]) -> None:
+    assert len(make().sockets._receive(Endless())) == 2  # type: ignore[arg-type]
+
+
+def test_names_are_looked_up_where_nobody_else_waits(make: Callable[..., End]) -> None:
+    sockets = make(listen=LOOPBACK).sockets
+    for host in ("127.0.0.1", "::1", "engine.invalid"):
+        assert sockets.ask(Address(host, 9), b"question")
+    threads = {a.host: s.getsockopt(zmq.AFFINITY) for a, s in sockets._peers.items()}
+    assert sockets._server is not None
+    others = {threads["127.0.0.1"], threads["::1"], sockets._server.getsockopt(zmq.AFFINITY)}
+    assert others == {1}
+    assert threads["engine.invalid"] == 2
 
 
 def test_an_address_that_is_taken_is_an_error(make: Callable[..., End]) -> None:

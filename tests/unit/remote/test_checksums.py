@@ -300,6 +300,14 @@ def test_a_thread_that_is_behind_takes_no_more(monkeypatch: pytest.MonkeyPatch) 
     assert checker.close(20)
 
 
+def test_work_that_raises_does_not_end_the_thread() -> None:
+    checker, done = Checker(lambda: None), threading.Event()
+    assert checker.submit(lambda: [][1])
+    assert checker.submit(done.set)
+    assert done.wait(20)
+    assert checker.close(20)
+
+
 def test_an_entry_without_layers_here_is_nothing_to_compare() -> None:
     group = Handed("LBHNC", 1, 1, slots=False).layouts[0].groups[0]
     bare: GroupLayout = msgspec.structs.replace(group, strips=())

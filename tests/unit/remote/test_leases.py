@@ -94,6 +94,18 @@ def test_there_are_at_most_so_many() -> None:
     assert leases.take(1, "0", 1.0) is None
 
 
+def test_what_was_released_is_not_remembered() -> None:
+    leases = table()
+    for number in range(20_000):
+        leases.grant(number, 0.0)
+        leases.take(number, "a", 0.0)
+        leases.release(number, "a", 0.0)
+    leases.grant(20_000, 0.0)
+    assert len(leases._due) < 2000
+    leases.expire(SECONDS)
+    assert len(leases.take_freed()) == 20_001
+
+
 def test_what_is_revoked_is_given_to_nobody_and_freed_when_it_is_not_read() -> None:
     leases = table()
     leases.grant(1, 0.0)

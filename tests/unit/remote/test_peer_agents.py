@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.unit.remote._wire import IDENTITY
+from tests.unit.remote._wire import IDENTITY, OFFER
 from vllm_tiered_kv.remote import keys
 from vllm_tiered_kv.remote.agent import RemoteAgent, RemoteSettings
 from vllm_tiered_kv.remote.channel import ControlSockets
+from vllm_tiered_kv.remote.handoff import State
 from vllm_tiered_kv.remote.inquiry import Inquiry, InquiryState
 from vllm_tiered_kv.remote.keys import FleetKey
 from vllm_tiered_kv.remote.memory import GroupLayout, Heads, RankLayout, SlotLayout, Strip
@@ -37,10 +38,15 @@ class Engine:
     """An agent that lends, and asks these."""
 
     def __init__(
-        self, *peers: Address, key: FleetKey = KEY, port: int = 0, per_slot: int = 2
+        self,
+        *peers: Address,
+        key: FleetKey = KEY,
+        port: int = 0,
+        per_slot: int = 2,
+        hands_over: bool = False,
     ) -> None:
         settings = RemoteSettings(
-            1, 30.0, 64, key.sealing, sends=False, receives=False, lends=16, peers=peers
+            1, 30.0, 64, key.sealing, sends=hands_over, receives=hands_over, lends=16, peers=peers
         )
         sockets = ControlSockets(key, Address("127.0.0.1", port))
         self.agent = RemoteAgent(settings, sockets)
@@ -207,3 +213,21 @@ def test_what_cannot_be_read_is_counted_once(
     failures: list[str] = []
     until(lambda: bool(failures.extend(asker.agent.take_failures()) or failures))
     assert failures == ["remote_message"]
+
+
+def test_a_peer_that_is_asked_no_more_may_still_hand_over(make: Callable[..., Engine]) -> None:
+    a = make(hands_over=True)
+    b = make(a.address, hands_over=True)
+    a.store(1)
+    b.finds()
+    until(lambda: a.agent.sends)
+    offered = a.agent.promise(OFFER.tokens, b"p" * 32)
+    assert offered is not None
+    a.agent.settle(offered[0].lease, OFFER)
+    handoff = b.agent.open(offered[1])
+    until(lambda: handoff.state is State.GRANTED)
+    b.agent._insist(b.agent._finder.know, ())
+    until(lambda: a.address not in b.agent._finder)
+    b.ask()
+    assert b.agent.take_gone() == []
+    b.agent.release(handoff)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -39,6 +41,7 @@ from vllm_tiered_kv.remote.messages import (
     Hold,
     Identity,
     MessageError,
+    Met,
     OtherVersion,
     Reason,
     Refused,
@@ -138,7 +141,7 @@ def test_a_renewal_that_is_refused_ends_it(wire: Wire) -> None:
     wire.pass_time(SECONDS / 2)
     wire.run()
     assert handoff.state is State.OVER
-    assert handoff.valid_until == 1000.0 + SECONDS  # what is being read may still be good
+    assert handoff.valid_until < wire.now  # nor is what is being read accepted
 
 
 def test_two_who_take_the_same(wire: Wire) -> None:
@@ -389,6 +392,48 @@ def test_another_version_is_said(wire: Wire) -> None:
     wire.client.is_of_another_version(ADDRESS, "it speaks another version")
     assert handoff.state is State.OVER
     assert "version" in handoff.reason
+
+
+def test_memory_that_turns_out_to_be_unreadable_is_left_alone(wire: Wire) -> None:
+    handoff = granted(wire)
+    assert wire.producer is not None
+    wire.refusal = "blocks of 16 and of 32 tokens"
+    wire.client.recheck()
+    assert handoff.state is State.OVER
+    assert wire.refusal in handoff.reason
+    assert wire.client.gone == [handoff.ticket.engine]
+    wire.client.release(handoff)
+    wire.run()
+    assert freed(wire) == [handoff.ticket.lease]
+    again = wire.open(wire.producer.offer())
+    wire.run()
+    assert again.state is State.OVER
+    assert wire.refusal in again.reason
+
+
+def _of_another_rank(ranks: list[Any]) -> None:
+    ranks[0][0] += 1
+
+
+def _twice(ranks: list[Any]) -> None:
+    ranks *= 2
+
+
+def _at_the_end_of_all_addresses(ranks: list[Any]) -> None:
+    strip = ranks[0][2][1][0][5][0]
+    assert strip[:2] == ["layer.0", 1 << 20]
+    strip[1] = (1 << 63) - 1
+
+
+@pytest.mark.parametrize("spoil", [_of_another_rank, _twice, _at_the_end_of_all_addresses])
+def test_memory_that_makes_no_sense_is_no_message(spoil: Callable[[list[Any]], None]) -> None:
+    for message in (Welcome(1, 1, (memory(),)), Met(1, "11" * 16, 1, (memory(),))):
+        data = encode(message)
+        assert decode_answer(data) == message
+        fields = msgspec.msgpack.decode(data[1:])
+        spoil(fields[-1])
+        with pytest.raises(MessageError):
+            decode_answer(data[:1] + msgspec.msgpack.encode(fields))
 
 
 # -- whatever else may be said -----------------------------------------------------------

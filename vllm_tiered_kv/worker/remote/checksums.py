@@ -24,12 +24,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import xxhash
 
+from vllm_tiered_kv.log import OncePerKind, get_logger
 from vllm_tiered_kv.remote.memory import GroupLayout, SlotLayout, Strip
 from vllm_tiered_kv.remote.messages import SUM_BYTES
 from vllm_tiered_kv.worker.remote.plan import Places, Refusal, Route
 
 if TYPE_CHECKING:
     from vllm_tiered_kv.remote.transport import Int64s
+
+logger = get_logger(__name__)
 
 MAX_QUEUED = 4096
 """Pieces of work that a rank's thread has not come to."""
@@ -176,12 +179,13 @@ class Checker:
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self._notify = notify
+        self._trouble = OncePerKind(logger)
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED)
         self._thread = threading.Thread(target=self._run, name="tiered-kv-verify", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> bool:
-        """Have something done, which must not raise; False if there is too much to do."""
+        """Have something done, which tells its end itself; False if there is too much to do."""
         try:
             self._queue.put_nowait(work)
         except queue.Full:
@@ -199,7 +203,10 @@ class Checker:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            work()
+            try:
+                work()
+            except Exception:  # noqa: BLE001 - who comes next waits for this thread
+                self._trouble.error("internal", "unexpected error in making checksums")
             self._notify()
 
 

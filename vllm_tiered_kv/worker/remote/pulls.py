@@ -146,27 +146,39 @@ class Pulls:
 
     def meet(self, memory: PeerMemory) -> None:
         """From now on this engine can be read from, if it can."""
-        layouts = {rank.rank: rank.layout for rank in memory.ranks}
         try:
-            routes = {Place.PAGES: plan_routes(self.layout, list(layouts.values()))}
-            if all(layout.slots is not None for layout in layouts.values()):
-                slots = [in_slots(layout) for layout in layouts.values()]
-                routes[Place.SLOTS] = plan_routes(self.layout, slots)
+            peer = self._peer(memory)
         except Refusal as error:
             self._fail("remote_pages", f"a peer's pages cannot be read: {error}")
             return
+        except Exception as error:  # noqa: BLE001 - whatever a peer says of its memory
+            self._fail("internal", f"what a peer says of its memory makes no sense: {error!r}")
+            return
+        old = self._peers.get(memory.engine)
+        for each in memory.ranks:
+            if each.rank in peer.endpoints:
+                self._transport.connect(each.endpoint)
+        self._peers[memory.engine] = peer
+        if old is not None:
+            self._disconnect(set(old.endpoints.values()) - set(peer.endpoints.values()))
+
+    def _peer(self, memory: PeerMemory) -> _Peer:
+        """How it is read from.
+
+        Raises:
+            Refusal: its pages can't be read.
+        """
+        layouts = {rank.rank: rank.layout for rank in memory.ranks}
+        routes = {Place.PAGES: plan_routes(self.layout, list(layouts.values()))}
+        if all(layout.slots is not None for layout in layouts.values()):
+            slots = [in_slots(layout) for layout in layouts.values()]
+            routes[Place.SLOTS] = plan_routes(self.layout, slots)
         slot_routes = self._slot_routes(memory)
         wanted = {
             route.rank for group in (*routes[Place.PAGES], *slot_routes) for route in group.routes
         }
-        endpoints = {m.rank: m.endpoint for m in memory.ranks if m.rank in wanted}
-        old = self._peers.get(memory.engine)
-        for endpoint in endpoints.values():
-            self._transport.connect(endpoint)
-        names = {rank: endpoint.incarnation for rank, endpoint in endpoints.items()}
-        self._peers[memory.engine] = _Peer(names, layouts, routes, slot_routes)
-        if old is not None:
-            self._disconnect(set(old.endpoints.values()) - set(names.values()))
+        names = {m.rank: m.endpoint.incarnation for m in memory.ranks if m.rank in wanted}
+        return _Peer(names, layouts, routes, slot_routes)
 
     def _slot_routes(self, memory: PeerMemory) -> tuple[GroupRoutes, ...]:
         try:
@@ -195,6 +207,8 @@ class Pulls:
             self._fail("remote_range", f"a pull is not begun: {error}")
         except Refusal as error:
             self._fail("remote_verify", f"a pull is not begun: {error}")
+        except Exception as error:  # noqa: BLE001 - it would end the engine
+            self._fail("internal", f"a pull is not begun: {error!r}")
         if not plan.parts:
             self._refused.append(job)
             return
@@ -204,22 +218,32 @@ class Pulls:
 
     def start_slots(self, order: SlotRead) -> None:
         """Begin to read slots into slots; :meth:`take` tells its end as that of a pull."""
-        peer = self._peers.get(order.engine)
-        by_rank: dict[int, list[Runs]] = {}
+        parts: list[Part] = []
         try:
-            if peer is None or not peer.slot_routes:
-                self._fail("remote_peer", "slots are not read: that peer's are not known")
-            else:
-                by_rank = plan_slots(peer.slot_routes, order.local, order.remote)
+            parts = self._plan_slots(order)
         except OutOfRange as error:
             self._fail("remote_range", f"slots of a peer are not read: {error}")
-        if peer is None or not by_rank:
+        except Exception as error:  # noqa: BLE001 - it would end the engine
+            self._fail("internal", f"slots of a peer are not read: {error!r}")
+        if not parts:
             self._refused.append(order.job)
             return
-        if order.sums:
-            self._checks[order.job] = _slot_checks(peer.slot_routes, order)
-        parts = [Part(peer.endpoints[rank], _joined(runs)) for rank, runs in by_rank.items()]
         self._puller.start(order.job, parts, self._clock() + order.deadline)
+
+    def _plan_slots(self, order: SlotRead) -> list[Part]:
+        """What is read from whom.
+
+        Raises:
+            OutOfRange: slots that a side does not have.
+        """
+        peer = self._peers.get(order.engine)
+        if peer is None or not peer.slot_routes:
+            self._fail("remote_peer", "slots are not read: that peer's are not known")
+            return []
+        by_rank = plan_slots(peer.slot_routes, order.local, order.remote)
+        if order.sums and by_rank:
+            self._checks[order.job] = _slot_checks(peer.slot_routes, order)
+        return [Part(peer.endpoints[rank], _joined(runs)) for rank, runs in by_rank.items()]
 
     def cancel(self, jobs: Sequence[int]) -> None:
         """Give these up; those that have ended are passed over."""
@@ -325,6 +349,8 @@ def _places(
     skipped = skip // theirs.entry_tokens
     there = len(remote) * theirs.per_slot * theirs.entries - skipped
     count = min(len(local) * ours.entries, there)
+    if count <= (len(local) - 1) * ours.entries:
+        raise OutOfRange(f"{there} entries for {len(local)} blocks of {ours.entries}")
     return (
         place_entries(np.array(local, dtype=np.int64), ours.entries, 0, count),
         place_entries(
