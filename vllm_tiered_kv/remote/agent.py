@@ -239,7 +239,7 @@ class RemoteAgent:
 
     def withdraw(self, lease: int) -> None:
         """What was promised is not there."""
-        self._insist(self._server.withdraw, lease)
+        self._errands.insist(self._server.withdraw, lease)
 
     # -- what is wanted: a consumer ----------------------------------------------------
 
