@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from tests.remote._peer import Peer, region
@@ -21,6 +22,7 @@ from vllm_tiered_kv.remote.transport import (
     Read,
     Region,
     TransportError,
+    generation,
     open_transport,
 )
 from vllm_tiered_kv.remote.transport.agent import Agent, AgentError, _head
@@ -131,6 +133,19 @@ def test_a_peer_that_was_disconnected_is_not_read_until_it_is_connected_again(
         reader.transport.disconnect(peer.endpoint.incarnation)
         (result,) = reader.wait(reader.start(peer, [(0, 0, MIB)]))
         assert result.kind == "remote_peer"
+
+
+def test_a_peer_that_comes_and_goes_takes_no_more_sockets_each_time(
+    reader: Reader, peer: Peer
+) -> None:
+    sockets = []
+    for _ in range(12):
+        reader.transport.connect(peer.endpoint)
+        (result,) = reader.wait(reader.start(peer, [(0, 0, MIB)]))
+        assert result.outcome is Outcome.DONE
+        reader.transport.disconnect(peer.endpoint.incarnation)
+        sockets.append(psutil.Process().num_fds())
+    assert sockets[-1] == sockets[2]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 40, 60, 200, 300, 450])
@@ -278,6 +293,7 @@ def test_an_error_that_may_leave_something_under_way_ends_with_its_agent(
 def test_no_thread_dies_of_an_error_that_nobody_thought_of(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(generation, "MAX_PARKED", 0)
     with Reader(8 * MIB, Options(serves=False, quarantine_seconds=0.05)) as reader:
         reader.transport.connect(peer.endpoint)
 

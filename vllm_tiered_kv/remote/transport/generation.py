@@ -7,7 +7,13 @@ new one takes the reads that come, the old one finishes what still moves, and is
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from vllm_tiered_kv.remote.transport.agent import Agent
+
+MAX_PARKED = 64
+"""Peers that stay connected though nobody reads from them. NIXL 1.5 closes no socket when a peer is
+disconnected, on neither side: who comes back must not be connected anew each time."""
 
 
 class Generation:
@@ -19,6 +25,8 @@ class Generation:
         self.connected: set[str] = set()
         self.wanted: set[str] = set()
         """Peers to connect."""
+        self.parked: OrderedDict[str, None] = OrderedDict()
+        """Peers that are connected and not read from, the one that was longest so first."""
         self.leaving: set[str] = set()
         """Peers to disconnect, once none of their handles is left."""
         self.handles: dict[int, tuple[str, int]] = {}
@@ -49,14 +57,28 @@ class Generation:
 
     def want(self, peer: str) -> None:
         """Connect a peer, unless it is or will be."""
-        if peer not in self.connected:
+        if peer in self.parked:
+            del self.parked[peer]
+            self.connected.add(peer)
+        elif peer not in self.connected:
             self.wanted.add(peer)
 
-    def drop(self, peer: str) -> None:
-        """A peer is gone, or to be forgotten: it must be connected again before it is read from."""
+    def park(self, peer: str) -> None:
+        """A peer is to be forgotten, and may come back."""
         self.wanted.discard(peer)
-        if peer in self.connected:
+        if peer not in self.connected:
+            return
+        self.connected.discard(peer)
+        self.parked[peer] = None
+        while len(self.parked) > MAX_PARKED:
+            self.leaving.add(self.parked.popitem(last=False)[0])
+
+    def drop(self, peer: str) -> None:
+        """A peer is gone: it must be connected again before it is read from."""
+        self.wanted.discard(peer)
+        if peer in self.connected or peer in self.parked:
             self.connected.discard(peer)
+            self.parked.pop(peer, None)
             self.leaving.add(peer)
 
     def next_leaving(self) -> str | None:

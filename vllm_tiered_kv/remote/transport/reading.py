@@ -113,7 +113,7 @@ class Reading:
             self._refused.pop(peer, None)
             ledger.give_up_peer(peer, "remote_peer", "the peer was disconnected", self.clock())
             for generation in self.generations():
-                generation.drop(peer)
+                generation.park(peer)
             self._stir()
 
     def start(self, read: Read) -> None:
@@ -280,7 +280,7 @@ class Reading:
             generation.wanted.discard(peer)
             generation.connected.add(peer)
             if peer not in self._endpoints:
-                generation.drop(peer)
+                generation.park(peer)
             self._stir()
 
     def refused(self, generation: Generation, peer: str, reason: str) -> None:
