@@ -97,7 +97,8 @@ class Machine(RuleBasedStateMachine):
             self._teach(*self.taught)
         if self.hasty:
             gate: Any = self.sim.half.gate
-            gate.deadline, gate.worth = lambda _: 0.1, lambda _: 0.0
+            # So short that loads are late on the way, and so long that most do begin.
+            gate.deadline, gate.worth = lambda _: 0.3, lambda _: 0.0
             self.sim.tick = 0.02
 
     def _teach(self, copy: float, read: float) -> None:
