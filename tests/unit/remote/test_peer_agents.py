@@ -226,7 +226,7 @@ def test_a_peer_that_is_asked_no_more_may_still_hand_over(make: Callable[..., En
     a.agent.settle(offered[0].lease, OFFER)
     handoff = b.agent.open(offered[1])
     until(lambda: handoff.state is State.GRANTED)
-    b.agent._insist(b.agent._finder.know, ())
+    b.agent._errands.insist(b.agent._finder.know, ())
     until(lambda: a.address not in b.agent._finder)
     b.ask()
     assert b.agent.take_gone() == []
