@@ -69,7 +69,7 @@ def rank() -> Iterator[Rank]:
 )
 def test_places_that_cannot_be(rank: Rank, layout: RankLayout) -> None:
     rank.pulls.meet(memory(layout))
-    rank.pulls.start(1, PullJob(PEER, ((1,),), ((1,),), 10.0))
+    rank.pulls.start(1, PullJob(PEER, ((1,),), ((1,),), 10.0, (0,)))
     rank.pulls.start_slots(SlotRead(2, PEER, ((1,),), ((1,),), 10.0))
     assert [(job, status) for job, status, _ in rank.pulls.take()] == [
         (1, JobStatus.FAILED),
@@ -80,7 +80,7 @@ def test_places_that_cannot_be(rank: Rank, layout: RankLayout) -> None:
 
 def test_too_little_for_our_blocks_is_not_taken_for_all(rank: Rank) -> None:
     rank.pulls.meet(memory(RankLayout(0, (group(Heads(0, 2, 2)),))))
-    rank.pulls.start(1, PullJob(PEER, ((1, 2),), ((1, 2),), 10.0))
+    rank.pulls.start(1, PullJob(PEER, ((1, 2),), ((1, 2),), 10.0, (0,)))
     ((job, status, _),) = rank.pulls.take()
     assert (job, status) == (1, JobStatus.FAILED)
     assert rank.failures == ["remote_range"]
