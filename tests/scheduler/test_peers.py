@@ -60,14 +60,14 @@ class Pair:
 
 
 def rests(engine: Engine) -> bool:
-    remote = engine.remote
-    # Before the step, which takes in what has been given back until then.
-    lent = remote.shelving.lent_slots if remote.shelving is not None else 0
     engine.sim.step()
     while engine.sim._in_flight:
         engine.sim.process()
-    if lent:
+    remote = engine.remote
+    if remote.shelving is not None and remote.shelving.lent_slots:
         return False
+    if engine.sim.half.core.index.pinned:
+        return False  # what has been given back is taken in by one of the next steps
     peers = remote.peers
     return peers is None or not (peers.reads or peers._claims or peers._quarantined)
 
