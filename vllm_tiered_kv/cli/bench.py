@@ -92,6 +92,8 @@ def ab(
         raise unwritten
     if report.ended_early is not None:
         raise BenchError(f"ended early: {report.ended_early}")
+    if silent := [arm.name for arm in report.arms if not arm.answered]:
+        raise BenchError(f"no request was answered by {', '.join(silent)}")
 
 
 def _run(experiment: Experiment, out: Path, *, plots: bool) -> tuple[Report, list[Measured]]:

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.conftest import ROOT
-from tests.unit.bench._server import Part, SseServer, answered, scrape
+from tests.unit.bench._server import Part, Refuse, SseServer, answered, scrape
 from tests.unit.bench.test_runner import gone
 from vllm_tiered_kv.bench.config import Experiment
 from vllm_tiered_kv.bench.errors import BenchError
@@ -115,6 +115,19 @@ def test_what_cannot_be_written_is_shown(
     shown = capsys.readouterr()
     assert "Time to first token, ms" in shown.out
     assert shown.err.endswith(f"{tmp_path}/report.md: Is a directory\n")
+
+
+def test_an_arm_that_refuses_everything_is_a_failure(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with SseServer() as one, SseServer(lambda _: Refuse(404, "no such model")) as two:
+        arms = ("--arm", f"none={one.url}", "--arm", f"ours={two.url}")
+        failing(monkeypatch, *arms, *SMALL, "--set", "warmup=0", "--out", tmp_path, "--no-plots")
+    shown = capsys.readouterr()
+    assert "Time to first token, ms" in shown.out
+    assert shown.err.endswith("vllm-tiered-kv: no request was answered by ours\n")
 
 
 @pytest.mark.parametrize("name", ["aiohttp", "numpy", "matplotlib"])
