@@ -214,8 +214,8 @@ def main() -> None:
     for path in children:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(path).write_text(str(child.pid))
+    print("ready", flush=True)  # before: whoever asks meanwhile finds it in the log
     with SseServer(metrics=scrape, port=int(port)):
-        print("ready", flush=True)
         threading.Event().wait()
 
 
