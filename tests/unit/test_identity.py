@@ -248,7 +248,7 @@ def test_equal_in_processes_with_other_string_hashes():
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=90,
         )
         outputs.add(run.stdout)
     assert len(outputs) == 1

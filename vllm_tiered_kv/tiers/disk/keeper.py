@@ -70,6 +70,8 @@ UNUSED_NS = 24 * 3600 * 10**9
 """A namespace without files is removed when no engine has used it for so long."""
 NOTED_LATE_NS = 60 * 10**9
 """After its use a file's time is set within so long."""
+TICK_NS = 20 * 10**6
+"""Files are given the time of the kernel's last tick, which is earlier by up to so much."""
 BREATH = 0.001
 """Seconds between batches of a scan: its thread shares the interpreter with the scheduler's."""
 
@@ -92,7 +94,8 @@ class Keeper:
         self._root = root
         self._files = files
         self._tell = tell
-        self._since_ns = self._scanned_ns = time.time_ns()
+        self._scanned_ns = time.time_ns()
+        self._since_ns = self._scanned_ns - TICK_NS
         self._marks: set[int] = set()
         self._identity: Mapping[str, object] | None = None
         self._inherited = False
@@ -144,7 +147,7 @@ class Keeper:
     def _try(self, chore: Chore) -> None:
         self._step()
         # Where the clock is set back, files get times from before our start.
-        self._since_ns = min(self._since_ns, time.time_ns())
+        self._since_ns = min(self._since_ns, time.time_ns() - TICK_NS)
         try:
             self._do(chore)
         except Exception as error:  # noqa: BLE001 - the thread goes on with the next
