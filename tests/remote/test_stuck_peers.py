@@ -167,7 +167,8 @@ def test_a_killed_peer_before_during_and_after_a_read(tcp: str) -> None:
                     job = reader.start(peer, [(0, 0, LARGE)])
                 (result,) = reader.wait(job)
                 assert (result.outcome, result.memory) == (Outcome.FAILED, Memory.FREE), when
-                assert result.kind == "remote_disconnected"
+                # Who is gone before it was connected to is refused by its host.
+                assert result.kind in ("remote_disconnected", "remote_connect")
                 reader.memory[:] = CANARY
                 reader.watch(0.1)
                 assert (reader.memory == CANARY).all()
