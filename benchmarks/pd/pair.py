@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -62,13 +61,11 @@ class Engine:
         self.processes = CpuClock([server.pid]).processes
 
     def pause(self) -> None:
-        """All its processes stand still until :meth:`resume`: a spinning one takes a core."""
-        os.killpg(self._server.pid, signal.SIGSTOP)
+        """It stands still until :meth:`resume`: one that spins while idle takes a core."""
+        self._server.pause()
 
     def resume(self) -> None:
-        """It goes on; does nothing when it is gone."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._server.pid, signal.SIGCONT)
+        self._server.resume()
 
     def exchange(self, body: bytes) -> tuple[Answer, dict[str, Any]]:
         """Send a request.
@@ -220,6 +217,5 @@ def running(arm: Arm, setup: Setup) -> Iterator[Pair]:
             connection = Connection(server.port)
             stack.callback(connection.close)
             engines[role] = Engine(server, connection)
-            stack.callback(engines[role].resume)  # to be ended
             engines[role].pause()
         yield Pair(arm, setup, engines[Role.PRODUCER], engines[Role.CONSUMER])

@@ -252,14 +252,3 @@ def kill(running: Running) -> None:
     processes = psutil.Process(running.server.pid).children(recursive=True)
     os.killpg(running.server.pid, signal.SIGKILL)
     psutil.wait_procs(processes, timeout=10)
-
-
-@contextlib.contextmanager
-def stopped(running: Running) -> Iterator[None]:
-    """An engine stands still within this block, with all its processes."""
-    os.killpg(running.server.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.server.pid, signal.SIGCONT)

@@ -34,7 +34,6 @@ from tests.engine._handover import (
     ready,
     ready_to_hand_over,
     settled,
-    stopped,
     wait,
 )
 from tests.engine._hold import Held
@@ -102,7 +101,7 @@ def test_a_producer_stands_still_before_it_is_asked(other: Mortal, consumer: Run
     client = consumer.client
     text = fresh(700)
     params = prefill(other.client, text)
-    with stopped(other.running):
+    with other.running.server.standing_still():
         got = decode(client, text, params)
     assert_same_output(alone(client, text), got)
     assert failures(client) == {"remote_unanswered": 1}
@@ -120,7 +119,7 @@ def test_a_producer_stands_still_while_it_is_read(
     with hold.reads(), ThreadPoolExecutor(1) as pool:
         coming = pool.submit(decode, client, text, params)
         hold.wait_reached()
-        with stopped(other.running):
+        with other.running.server.standing_still():
             got = coming.result()
             assert in_flight(client, "quarantine") == 1
     assert pulled(client) == before
@@ -208,7 +207,7 @@ def test_a_consumer_stands_still_while_it_reads(pair: Pair) -> None:
     with pair.held.reads(), ThreadPoolExecutor(1) as pool:
         coming = pool.submit(decode, client, text, params)
         pair.held.wait_reached()
-        with stopped(pair.consumer):
+        with pair.consumer.server.standing_still():
             pair.held.go_on()
             settled(pair.producer.client)
         got = coming.result()

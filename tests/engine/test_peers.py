@@ -193,11 +193,8 @@ def test_a_peer_that_stands_still_and_goes_on(pair: Pair) -> None:
     texts = [fresh(TOKENS), fresh(TOKENS)]
     for text in texts:
         pair.teach(text)
-    os.killpg(pair.a.server.pid, signal.SIGSTOP)
-    try:
+    with pair.a.server.standing_still():
         computes(pair, texts)
-    finally:
-        os.killpg(pair.a.server.pid, signal.SIGCONT)
     wait(lambda: asks(pair), "B does not ask A again")
 
 

@@ -10,7 +10,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,22 @@ class Server:
         except OSError:
             return []
         return list(found)
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """All its processes stand still within this block."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def pause(self) -> None:
+        """All its processes stand still until :meth:`resume`, or until it is ended."""
+        self._group.pause()
+
+    def resume(self) -> None:
+        self._group.resume()
 
     def stop(self, grace_s: float = 20.0) -> None:
         """End the server: a polite signal, then a kill of its whole process group."""

@@ -61,19 +61,32 @@ class ProcessGroup:
         except OSError as error:
             return f"(no log: {error})"
 
+    def pause(self) -> None:
+        """All its processes stand still until :meth:`resume`, or until it is ended."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """They go on."""
+        self._signal(signal.SIGCONT)
+
     def stop(self, grace_s: float) -> None:
         """A polite signal, then a kill of the whole group."""
         try:
             if self.status is None:
                 self.leader.terminate()
+                self.resume()  # who stands still hears no signal but the last
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.leader.wait(grace_s)
         finally:
             # Also when the wait was interrupted. The group outlives its leader while one is left.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.leader.wait(_KILL_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the whole group, if there is one."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
 
 
 def _end_with_parent() -> None:

@@ -32,6 +32,7 @@ from vllm_tiered_kv.bench.config import (
     Prompts,
 )
 from vllm_tiered_kv.bench.errors import BenchError
+from vllm_tiered_kv.bench.group import ProcessGroup
 from vllm_tiered_kv.bench.report import Report
 from vllm_tiered_kv.bench.runner import BlockResult, Runner
 from vllm_tiered_kv.bench.servers import running
@@ -295,6 +296,23 @@ def test_a_group_is_killed_even_when_the_wait_for_it_is_interrupted(
     with pytest.raises(KeyboardInterrupt):
         interrupt()
     assert gone(pids)
+
+
+def test_a_group_that_stands_still_hears_that_it_is_to_end(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    group = ProcessGroup([sys.executable, "-c", code], tmp_path / "log", {})
+    try:
+        while "up" not in group.tail() and group.status is None:
+            time.sleep(0.01)
+        group.pause()
+    finally:
+        group.stop(60.0)
+    assert group.status == 3
 
 
 @pytest.mark.parametrize(
