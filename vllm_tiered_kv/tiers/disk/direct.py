@@ -55,11 +55,8 @@ def probe(files: Files, root: Path, namespace: str, rank: int) -> IoMode:
         return IoMode.BUFFERED
     folders = OpenFolders(files, root, namespace, rank)
     try:
-        with (
-            contextlib.suppress(OSError),
-            _temp(files, folders.get(TEMP_FOLDER, make=True)) as fd,
-        ):
-            if writes_and_reads(files, fd):
+        with contextlib.suppress(OSError):
+            if _is_direct(files, folders.get(TEMP_FOLDER, make=True)):
                 return IoMode.DIRECT
     finally:
         folders.retire()
@@ -72,17 +69,21 @@ def try_folder(files: Files, folder: int) -> IoMode:
     Raises:
         OSError: nothing does.
     """
-    if O_DIRECT:
-        with contextlib.suppress(OSError), _unnamed(files, folder, O_DIRECT) as fd:
-            if writes_and_reads(files, fd):
-                return IoMode.DIRECT
+    with contextlib.suppress(OSError):
+        if O_DIRECT and _is_direct(files, folder):
+            return IoMode.DIRECT
     with _unnamed(files, folder) as fd:
-        if not writes_and_reads(files, fd):
+        if not _writes_and_reads(files, fd):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
     return IoMode.BUFFERED
 
 
-def writes_and_reads(files: Files, fd: int) -> bool:
+def _is_direct(files: Files, folder: int) -> bool:
+    with _unnamed(files, folder, O_DIRECT) as fd:
+        return _writes_and_reads(files, fd)
+
+
+def _writes_and_reads(files: Files, fd: int) -> bool:
     """Whether an empty file returns what is written to it; 8 KiB from aligned memory.
 
     Raises:
@@ -121,15 +122,3 @@ def _open_unnamed(files: Files, folder: int, flags: int) -> int:
         with contextlib.suppress(OSError):  # where a flag is refused it may be there all the same
             files.unlink(name, dir_fd=folder)
             files.utime(folder, changed_ns)
-
-
-@contextlib.contextmanager
-def _temp(files: Files, folder: int) -> Iterator[int]:
-    name = temp_file(secrets.token_hex(12))
-    fd = files.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | O_DIRECT, dir_fd=folder)
-    try:
-        yield fd
-    finally:
-        with contextlib.suppress(OSError):
-            files.unlink(name, dir_fd=folder)
-        files.close(fd)
