@@ -137,3 +137,45 @@ def wait_held(engine: Engine, reads: int = 1) -> None:
     while len(engine.transport.held) < reads:
         assert time.monotonic() < deadline
         engine.sim.advance()
+
+
+def abort_while_bytes_come(producer: Engine, consumer: Engine, prompts: list[list[int]]) -> None:
+    """Each is aborted while it is read; what it holds is given back afterwards."""
+    for i, tokens in enumerate(prompts):
+        consumer.transport.is_held = True
+        consumer.sim.add(f"d{i}", tokens, 3, params=prefill(producer, tokens, f"p{i}"))
+        wait_held(consumer)
+        consumer.sim.abort(f"d{i}")
+        consumer.sim.step()
+        assert not consumer.is_free()  # bytes still come
+        consumer.transport.release()
+        consumer.sim.run()
+
+
+def give_up_while_bytes_come(
+    producer: Engine, consumer: Engine, tokens: list[int], blocks: int, *, is_aborted: bool
+) -> None:
+    """A read is given up, and lands late: into blocks that nobody else has until then."""
+    consumer.transport.is_held = True
+    consumer.sim.add("d", tokens, 3, params=prefill(producer, tokens))
+    wait_held(consumer)
+    if is_aborted:
+        consumer.sim.abort("d")
+    consumer.transport.give_up()
+    consumer.transport.is_held = False
+    consumer.sim.run()
+    if not is_aborted:
+        assert consumer.sim.outputs["d"] == consumer.sim.expected("d")
+    assert consumer.sim.free_at_start - consumer.sim.free_blocks == blocks
+    assert not producer.is_free()
+    # Others use all the rest meanwhile; nothing of theirs is written to.
+    for i in range(6):
+        consumer.sim.add(f"other{i}", prompt(12 * BLOCK, seed=50 + i), 6)
+    for _ in range(5):
+        consumer.sim.advance()
+    consumer.transport.land()
+    consumer.sim.run()
+    for i in range(6):
+        assert consumer.sim.outputs[f"other{i}"] == consumer.sim.expected(f"other{i}")
+    consumer.sim.complete("last", prompt(BLOCK, seed=77), 1)
+    assert consumer.failures["remote_quarantine"] == 1

@@ -14,7 +14,9 @@ from tests.scheduler.handover import (
     TO_PRODUCER,
     Engine,
     Fleet,
+    abort_while_bytes_come,
     decode,
+    give_up_while_bytes_come,
     prefill,
     wait,
     wait_held,
@@ -377,16 +379,8 @@ def test_a_read_that_fails_is_recomputed(producer: Engine, consumer: Engine) -> 
 def test_aborts_while_bytes_are_on_their_way_leak_nothing(
     producer: Engine, consumer: Engine
 ) -> None:
-    for i in range(20):
-        tokens = prompt(LENGTH + i, seed=i)
-        consumer.transport.is_held = True
-        consumer.sim.add(f"d{i}", tokens, 3, params=prefill(producer, tokens, f"p{i}"))
-        wait_held(consumer)
-        consumer.sim.abort(f"d{i}")
-        consumer.sim.step()
-        assert not consumer.is_free()  # bytes still come
-        consumer.transport.release()
-        consumer.sim.run()
+    prompts = [prompt(LENGTH + i, seed=i) for i in range(20)]
+    abort_while_bytes_come(producer, consumer, prompts)
     assert_quiet(producer, consumer)
 
 
@@ -394,29 +388,8 @@ def test_aborts_while_bytes_are_on_their_way_leak_nothing(
 def test_what_is_given_up_keeps_its_blocks_until_it_writes_no_more(
     producer: Engine, consumer: Engine, is_aborted: bool
 ) -> None:
-    tokens = prompt(LENGTH)
-    consumer.transport.is_held = True
-    consumer.sim.add("d", tokens, 3, params=prefill(producer, tokens))
-    wait_held(consumer)
-    if is_aborted:
-        consumer.sim.abort("d")
-    consumer.transport.give_up()
-    consumer.transport.is_held = False
-    consumer.sim.run()
-    if not is_aborted:
-        assert consumer.sim.outputs["d"] == consumer.sim.expected("d")
-    assert consumer.sim.free_at_start - consumer.sim.free_blocks == blocks_of(LENGTH)
-    assert not producer.is_free()
-    for i in range(6):
-        consumer.sim.add(f"other{i}", prompt(12 * BLOCK, seed=50 + i), 6)
-    for _ in range(5):
-        consumer.sim.advance()
-    consumer.transport.land()
-    consumer.sim.run()
-    for i in range(6):
-        assert consumer.sim.outputs[f"other{i}"] == consumer.sim.expected(f"other{i}")
-    consumer.sim.complete("last", prompt(BLOCK, seed=77), 1)
-    assert consumer.failures["remote_quarantine"] == 1
+    held = blocks_of(LENGTH)
+    give_up_while_bytes_come(producer, consumer, prompt(LENGTH), held, is_aborted=is_aborted)
     assert_quiet(producer, consumer)
 
 
