@@ -54,6 +54,18 @@ def fill(make: Make, *prompts: list[int]) -> None:
     engine.close()
 
 
+def reading(make: Make) -> tuple[TimedSim, list[list[int]]]:
+    """An engine that has learned its speed and its disk's; prompts that lie there unread."""
+    known = [prompt(1000, seed=i) for i in range(8)]
+    fill(make, *known)
+    engine = make(files=True)
+    engine.read_seconds = 0.0001
+    teach(engine)
+    for i in range(6):
+        engine.first_token(f"reads {i}", known.pop())
+    return engine, known
+
+
 def decisions(engine: TimedSim, choice: str, reason: str) -> float:
     return engine.counter("gate_decisions", choice, reason)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scheduler.gated import LENGTHS, Make, chosen, decisions, engines, fill, teach
+from tests.scheduler.gated import LENGTHS, Make, chosen, decisions, engines, fill, reading, teach
 from tests.scheduler.manual import Pace
 from tests.scheduler.sim import BLOCK, STATE, prompt
 
@@ -126,13 +126,7 @@ def test_a_disk_that_turns_fast_again_is_used_again(sim: Make) -> None:
 
 
 def test_a_disk_that_hangs_is_given_up_and_the_rest_is_computed(sim: Make) -> None:
-    known = [prompt(1000, seed=i) for i in range(8)]
-    fill(sim, *known)
-    engine = sim(files=True)
-    engine.read_seconds = 0.0001
-    teach(engine)
-    for i in range(6):
-        engine.first_token(f"reads {i}", known.pop())
+    engine, known = reading(sim)
     assert engine.counter("hit_tokens", "disk") > 5000
     engine.pace = Pace.NONE
     took = engine.first_token("hangs", known.pop())

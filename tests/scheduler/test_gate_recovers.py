@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.gated import LENGTHS, Make, decisions, engines, fill, teach
+from tests.scheduler.gated import LENGTHS, Make, decisions, engines, fill, reading, teach
 from tests.scheduler.manual import Pace
 from tests.scheduler.sim import BLOCK, STATE, prompt
 from tests.scheduler.timed import IDLE_TURN
@@ -150,13 +150,7 @@ def test_what_is_given_up_counts_as_a_load_that_replaced_less(sim: Make) -> None
 
 
 def test_what_was_read_for_nothing_counts_as_a_load(sim: Make) -> None:
-    known = [prompt(1000, seed=i) for i in range(8)]
-    fill(sim, *known)
-    engine = sim(files=True)
-    engine.read_seconds = 0.0001
-    teach(engine)
-    for i in range(6):
-        engine.first_token(f"reads {i}", known.pop())
+    engine, known = reading(sim)
     before = [
         engine.counter("gate_seconds", *kind)
         for kind in (("load", "actual"), ("replaced", "predicted"))

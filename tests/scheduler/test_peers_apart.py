@@ -8,8 +8,8 @@ import pytest
 from tests.scheduler import handover
 from tests.scheduler.handover import Engine, Fleet, wait
 from tests.scheduler.lender import Lender
+from tests.scheduler.pairs import HIT, complete, rests
 from tests.scheduler.sim import BLOCK, prompt
-from tests.scheduler.test_peers import HIT, complete, rests
 from vllm_tiered_kv.remote.transport import open_transport
 from vllm_tiered_kv.remote.unwilling import MAX_QUIET_SECONDS
 
