@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.scheduler.handover import LEASE, TO_PRODUCER, Engine, Fleet, wait
+from tests.scheduler.handover import LEASE, TO_PRODUCER, Engine, Fleet, pass_time, wait
 from tests.scheduler.sim import BLOCK, prompt
 from vllm_tiered_kv.remote.agent import GRACE
 
@@ -56,7 +56,7 @@ def test_whatever_happens(fleet: Fleet, seed: int) -> None:
             case 13 if chance.random() < 0.1:
                 sim.half.reset()
             case 14 if chance.random() < 0.3:
-                engine.pass_time(chance.choice([1.0, LEASE / 2, LEASE + GRACE]))
+                pass_time(engines, chance.choice([1.0, LEASE / 2, LEASE + GRACE]))
             case _:
                 for _ in range(chance.randrange(1, 6)):
                     sim.advance()
@@ -94,7 +94,7 @@ def _come_to_rest(engines: list[Engine]) -> None:
                 assert said == engine.sim.expected(name)
     for engine in engines:
         engine.transport.land()
-        engine.pass_time(2 * (LEASE + GRACE))
+    pass_time(engines, 2 * (LEASE + GRACE))
     for engine in engines:
         wait(lambda engine=engine: _rests(engine), "something is not given back")  # type: ignore[misc]
         engine.sim.check_quiet()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -209,6 +210,8 @@ def test_a_folder_that_cannot_be_had_is_a_miss_and_tried_again(tmp_path: Path) -
 @pytest.mark.parametrize("call", ["pwritev", "rename", "open"])
 def test_a_write_that_fails_harms_nothing_that_is_there(tmp_path: Path, call: str) -> None:
     files = FaultyFiles(1)
+    # Not one after which it is tried again: a rename that was done all the same is found then.
+    files.errors = (errno.EIO,)
     with rig(tmp_path, files) as host:
         host.stores(1)
         files.failing = frozenset({call})
@@ -219,6 +222,18 @@ def test_a_write_that_fails_harms_nothing_that_is_there(tmp_path: Path, call: st
         host.until(lambda: not host.store.status().is_degraded)
         assert host.stores(2) == (True,)
         assert host.loads(2) == (True,)
+
+
+def test_a_rename_that_was_done_and_failed_all_the_same_is_found(tmp_path: Path) -> None:
+    class Late(FaultyFiles):
+        def rename(self, *args: Any, **kwargs: Any) -> None:
+            super().rename(*args, **kwargs)
+            if object_id(1).key.hex() in args[1]:
+                raise OSError(errno.ESTALE, "the server's answer was lost")
+
+    with rig(tmp_path, Late(1)) as host:
+        assert host.stores(1) == (True,)
+        assert host.loads(1) == (True,)
 
 
 def test_a_read_that_fails_says_nothing_about_the_file(tmp_path: Path) -> None:

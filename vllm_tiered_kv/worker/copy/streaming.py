@@ -149,15 +149,22 @@ def _compile(ir: str) -> StreamingCopy:
 
 
 def _works(copy: StreamingCopy) -> bool:
-    """Compares with plain copies: pages of every kind, aligned or not, and the bytes around."""
+    """Compares with plain copies: pages of every kind, aligned or not, and the bytes around.
+
+    The memory is aligned here, not left to the allocator: on it depends which pages are streamed.
+    """
     lengths = (1, 63, 64, _TURN - 1, _TURN, 4096 + 17, 65536 + 512)
-    spacing = sum(lengths) + 64
-    for shift in (0, 1, 64):
-        device = np.arange(3 * spacing + shift).astype(np.uint8)
-        pool = np.full(2 * spacing + shift, 255, dtype=np.uint8)
-        # The pages of one block lie in the opposite order of their parts of the image.
-        starts = np.cumsum([0, *lengths[:-1]])
-        places = sum(lengths) - starts - lengths + shift
+    spacing = sum(lengths) + _VECTOR
+    # The pages of one block lie in the opposite order of their parts of the image.
+    starts = np.cumsum([0, *lengths[:-1]])
+    ends = sum(lengths) - starts - lengths
+    # Each page that is long enough to be streamed is so in one of these turns, both ways.
+    for shift in sorted({0, 1, _VECTOR, *(-np.concatenate([starts, ends]) % _VECTOR).tolist()}):
+        device = _aligned(3 * spacing + 2 * _VECTOR)
+        device[:] = np.arange(device.size).astype(np.uint8)
+        pool = _aligned(2 * spacing + 2 * _VECTOR)
+        pool[:] = 255
+        places = ends + shift
         rows = zip(device.ctypes.data + places, lengths, starts, strict=True)
         table = array("q", [int(n) for base, *rest in rows for n in (base, spacing, *rest)])
         request = Request(0, array("q", (2, 0)), array("q", (shift, spacing)))
@@ -177,6 +184,12 @@ def _works(copy: StreamingCopy) -> bool:
         if not np.array_equal(device, before):
             return False
     return True
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    """Memory that begins with a cache line."""
+    memory = np.empty(nbytes + _VECTOR, dtype=np.uint8)
+    return memory[-memory.ctypes.data % _VECTOR :][:nbytes]
 
 
 def _ir() -> str:
