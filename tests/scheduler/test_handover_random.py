@@ -88,7 +88,7 @@ def _come_to_rest(engines: list[Engine]) -> None:
         engine.transport.release()
         engine.transport.land()
     for engine in engines:
-        wait(lambda engine=engine: _ends(engine), "requests do not end")  # type: ignore[misc]
+        wait(lambda engine=engine: _ends(engine, engines), "requests do not end")  # type: ignore[misc]
         for name, said in engine.sim.outputs.items():
             if name not in engine.sim.finished:
                 assert said == engine.sim.expected(name)
@@ -100,12 +100,16 @@ def _come_to_rest(engines: list[Engine]) -> None:
         engine.sim.check_quiet()
 
 
-def _ends(engine: Engine) -> bool:
-    """Steps on; by time, for the agents' threads answer when they come to it."""
+def _ends(engine: Engine, engines: list[Engine]) -> bool:
+    """Steps on; by time, for the agents' threads answer when they come to it.
+
+    Time passes: leases that nobody took may hold all of the memory that a request waits for.
+    """
     for _ in range(20):
         if not engine.sim.busy:
             return True
         engine.sim.advance()
+    pass_time(engines, 0.5)
     return False
 
 
