@@ -27,7 +27,7 @@ demo-pd: venv ## prefill hands over to decode: two real vLLM servers and vllm-ro
 test: venv promtool ## all tests but the slow ones and those of test-pd (at most 20 minutes)
 	@tools/test.sh
 
-test-pd: venv ## engines that hand KV over or lend it, killed, stopped, misused (15 minutes)
+test-pd: venv ## engines that hand KV over or lend it, killed, stopped, misused (35 minutes)
 	@$(BIN)/python -m pytest -m 'not slow' tests/engine/test_handover*.py tests/engine/test_peers.py \
 		tests/scheduler/test_peers_apart.py
 

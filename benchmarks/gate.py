@@ -3,13 +3,13 @@
 
     python -m benchmarks.gate [--tier cpu|disk] [--quick] [--model FOLDER]
 
-One real ``vllm serve`` process. Its CPU tier (or its disk tier, with no CPU tier above it) is made
-slow by a delay a chunk, from none to ten times what computing the chunk takes; for prompts of
-several lengths that lie in it, the time to first token is measured with the gate set to
-``measured``, ``always`` and ``never``, request by request, in turn. What is reported is the ratio
-of ``measured`` to the better of the two others, by medians, and the interval that holds it 95 times
-in 100 (bootstrap over the rounds). Requests with ``measured`` meet each speed alone before it is
-measured; later it learns from the other arms too.
+One real ``vllm serve`` process. Its CPU tier (or its disk tier, below a CPU tier that another
+prompt fills before each request) is made slow by a delay a chunk, from none to ten times what
+computing the chunk takes; for prompts of several lengths that lie in it, the time to first token is
+measured with the gate set to ``measured``, ``always`` and ``never``, request by request, in turn.
+What is reported is the ratio of ``measured`` to the better of the two others, by medians, and the
+interval that holds it 95 times in 100 (bootstrap over the rounds). Requests with ``measured`` meet
+each speed alone before it is measured; later it learns from the other arms too.
 
 Where the machine is noisy a second figure says more: what the choices that were made would have
 taken by the medians of the two other arms, over the better of these.
@@ -43,6 +43,9 @@ GOAL = 1.05
 SLOWNESS = (0.0, 0.3, 0.7, 1.0, 1.5, 3.0, 10.0)
 LENGTHS = (256, 512, 1024, 2048, 3968)
 RESAMPLES = 2000
+CHUNK_KIB = 384  # of the model, in float32
+CHUNKS_ABOVE = LENGTHS[-1] // CHUNK + 2
+"""Slots of the CPU tier above the disk: the longest prompt pushes all others out."""
 
 
 class Tier(str, enum.Enum):
@@ -55,7 +58,15 @@ class Tier(str, enum.Enum):
         """In our configuration."""
         if self is Tier.CPU:
             return {"cpu": {"capacity": "1GiB"}}
-        return {"disk": {"path": str(folder / "kv"), "capacity": "4GiB", "min_tokens": 0}}
+        return {
+            "cpu": {"capacity": f"{CHUNKS_ABOVE * CHUNK_KIB}KiB"},
+            "disk": {"path": str(folder / "kv"), "capacity": "4GiB", "min_tokens": 0},
+        }
+
+    def forget(self, client: Client) -> None:
+        """Nothing of what was asked for is in a tier above this one."""
+        if self is Tier.DISK:
+            ask(client, FILLER, "always")
 
     def slow_down(self, delays: Path, seconds: float) -> None:
         """By so much a chunk, shared by two threads whichever tier it is."""
@@ -94,6 +105,9 @@ def prompt(name: str, tokens: int) -> list[int]:
     return [rng.randrange(8, 4096) for _ in range(tokens)]
 
 
+FILLER = prompt("pushes out", LENGTHS[-1])
+
+
 def ask(client: Client, tokens: Sequence[int], gate: str) -> float:
     """Seconds to the first token of a prompt that the device has forgotten."""
     while not client.reset_prefix_cache():
@@ -126,7 +140,7 @@ def teach(client: Client, delays: Path, lengths: Sequence[int]) -> dict[int, lis
     """Have prompts in a fast tier, a length each, and the engine know what computing takes."""
     _slow_tier.set_delays(delays)
     known = {length: prompt(f"known {length}", length) for length in lengths}
-    for tokens in known.values():
+    for tokens in (FILLER, *known.values()):
         store(client, tokens)
     for turn in range(8):
         for length in lengths:
@@ -160,6 +174,7 @@ def sweep(
         tier.slow_down(delays, factor * chunk)
         for _ in range(4):
             for tokens in known.values():
+                tier.forget(client)
                 ask(client, tokens, "measured")
         for length, tokens in known.items():
             samples: dict[str, list[float]] = {arm: [] for arm in ARMS}
@@ -167,6 +182,7 @@ def sweep(
             for turn in range(rounds):
                 for i in range(len(ARMS)):
                     arm = ARMS[(turn + i) % len(ARMS)]
+                    tier.forget(client)
                     samples[arm].append(ask(client, tokens, arm))
             loaded = loads(client) - before
             low, high = interval(samples, rng)

@@ -82,22 +82,24 @@ BENCHES = {
     ),
     "chat": Bench(
         DOCUMENT,
-        "Conversations of four turns, eight at a time, with a second to think before each turn:",
+        "Conversations of four turns, ten at a time, with four seconds to think before each turn; "
+        "together about twice what the device cache holds:",
         (NONE, CPU, DISK),
         (
             *("--workload", "chat"),
-            *settings(workload__think=1.0, workload__output_tokens=16),
-            *settings(load__concurrency=8, sessions=40, blocks=10, warmup=6),
+            *settings(workload__think=4.0, workload__input_tokens=400, workload__output_tokens=16),
+            *settings(load__concurrency=10, sessions=40, blocks=8, warmup=6),
         ),
     ),
     "agent": Bench(
         DOCUMENT,
-        "Loops of five calls, six at a time, each with the result of the last one:",
+        "Loops of five calls, six at a time, each with the result of the last one; together about "
+        "twice what the device cache holds:",
         (NONE, CPU, DISK),
         (
             *("--workload", "agent"),
             *settings(workload__system_tokens=1000, workload__steps=5),
-            *settings(workload__result_tokens=250, workload__output_tokens=16),
+            *settings(workload__result_tokens=500, workload__output_tokens=16),
             *settings(load__concurrency=6, sessions=30, blocks=10, warmup=4),
         ),
     ),

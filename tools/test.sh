@@ -5,7 +5,7 @@ set -uo pipefail
 
 python=.venv/bin/python
 log=$(mktemp)
-"$python" -m pytest -m 'not slow' tests/unit tests/scheduler tests/remote tests/soak \
+"$python" -m pytest -m 'not slow' --hypothesis-profile=repeatable tests/unit tests/scheduler tests/remote tests/soak \
     --ignore=tests/scheduler/test_peers_apart.py >"$log" 2>&1 &
 second=$!
 trap 'kill "$second" 2>/dev/null; rm -f "$log"' EXIT

@@ -46,9 +46,13 @@ pytest.importorskip("nixl")
 
 
 class Mortal:
-    """A producer that can be ended, and started again at the same address under the same name."""
+    """A producer that can be ended, and started again at the same address.
 
-    def __init__(self, start: Callable[[], contextlib.AbstractContextManager[Running]]) -> None:
+    Args:
+        start: makes an engine of this name.
+    """
+
+    def __init__(self, start: Callable[[str], contextlib.AbstractContextManager[Running]]) -> None:
         self._start = start
         self._life = contextlib.ExitStack()
         self.begin()
@@ -57,8 +61,8 @@ class Mortal:
     def client(self) -> Client:
         return self.running.client
 
-    def begin(self) -> None:
-        self.running = self._life.enter_context(self._start())
+    def begin(self, name: str = "the same") -> None:
+        self.running = self._life.enter_context(self._start(name))
         ready_to_hand_over(self.client)
 
     def end(self) -> None:
@@ -69,8 +73,12 @@ class Mortal:
 def other(servers: Pool, fleet_key: Path) -> Iterator[Mortal]:
     """A producer for this module alone."""
     listen = f"127.0.0.1:{free_port()}"
-    options = config("kv_producer", fleet_key, engine_id="the same", listen=listen)
-    producer = Mortal(lambda: servers.private(kv_transfer_config=options))
+
+    def start(name: str) -> contextlib.AbstractContextManager[Running]:
+        options = config("kv_producer", fleet_key, engine_id=name, listen=listen)
+        return servers.private(kv_transfer_config=options)
+
+    producer = Mortal(start)
     yield producer
     producer.end()
 
@@ -163,6 +171,23 @@ def test_a_producer_is_killed_and_comes_back(other: Mortal, consumer: Running, h
     wait(is_told_apart, "a producer's former life is not told from its next one")
     assert pulled(client) == before
     goes_on(other.client, client)
+    settled(client, other.client)
+
+
+def test_a_producer_comes_back_under_another_name(other: Mortal, consumer: Running) -> None:
+    """It is read again as soon as it hands over; what it handed over before is not."""
+    client = consumer.client
+    text = fresh(400)
+    stale = prefill(other.client, text)
+    before, failed = pulled(client), failures(client)
+    kill(other.running)
+    other.begin("another")
+    goes_on(other.client, client)
+    known = pulled(client)
+    assert known > before
+    assert_same_output(alone(client, text), decode(client, text, stale))
+    assert pulled(client) == known
+    assert (failures(client) - failed)["remote_engine"] == 1
     settled(client, other.client)
 
 

@@ -28,7 +28,6 @@ from tools.serving import Client
 from tools.serving.router import PrefillRouter
 
 pytest.importorskip("nixl")
-pytestmark = pytest.mark.slow
 
 
 def test_two_hundred_requests_to_two_producers_and_two_consumers(

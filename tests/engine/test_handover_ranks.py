@@ -110,10 +110,6 @@ def test_data_parallel_engines_choose_ports_of_their_own(
         assert len(names) == 2
 
 
-# -- what takes minutes ------------------------------------------------------------------------
-
-
-@pytest.mark.slow
 def test_two_ranks_hand_over_to_two(servers: Pool, wide: Running, fleet_key: Path) -> None:
     options = config("kv_consumer", fleet_key)
     with servers.private(
@@ -124,7 +120,6 @@ def test_two_ranks_hand_over_to_two(servers: Pool, wide: Running, fleet_key: Pat
         settled(wide.client, running.client)
 
 
-@pytest.mark.slow
 def test_ranks_that_hold_the_same_head(servers: Pool, fleet_key: Path) -> None:
     """One KV head on two ranks: both have all of it, and either will do."""
     options = config("kv_both", fleet_key)

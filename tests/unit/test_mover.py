@@ -8,9 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_tiered_kv.protocol import BlockCopy, Direction, JobResult, JobStatus
-from vllm_tiered_kv.worker.mover import HOST_PIECE_BYTES, PIECE_BYTES, CopyJob, Counts, Lane
+from vllm_tiered_kv.worker.mover import (
+    HOST_PIECE_BYTES,
+    PIECE_BYTES,
+    WORTH_SHARING,
+    CopyJob,
+    Counts,
+    Lane,
+)
 
 COPY = BlockCopy(0, 0, 0, (1,))
 
@@ -239,7 +248,7 @@ def test_what_no_thread_comes_to_is_given_up_at_its_deadline(bench: Bench) -> No
     assert 9 in bench.copied
 
 
-@pytest.mark.parametrize(("worth", "pieces"), [(None, 2), (1.0, 9)])
+@pytest.mark.parametrize(("worth", "pieces"), [(None, 2), (1.0, 8)])
 def test_a_load_that_may_be_given_up_is_looked_at_on_the_way(
     worth: float | None, pieces: int
 ) -> None:
@@ -255,3 +264,27 @@ def test_a_load_that_may_be_given_up_is_looked_at_on_the_way(
     assert calls == pieces
     assert lane.close(10)
     assert bench.lane.close(10)
+
+
+@given(
+    count=st.integers(1, 200),
+    size=st.sampled_from([1 << 10, 300_000, 1 << 20, 5 << 20, PIECE_BYTES, 3 * PIECE_BYTES]),
+    threads=st.integers(1, 4),
+    worth=st.sampled_from([None, 1.0]),
+)
+def test_a_job_takes_no_longer_for_being_cut(
+    count: int, size: int, threads: int, worth: float | None
+) -> None:
+    """In pieces it ends when it would if each copy were one, but for one copy."""
+    lane = Lane(Direction.LOAD, lambda *_: 0, lambda _: None, threads)
+    assert lane.close(10)
+    job = CopyJob(1, [], [size] * count, None, None, worth)
+    pieces = list(lane._pieces(job))
+    assert [i for piece in pieces for i in piece] == list(range(count))
+    assert all(len(piece) == 1 or len(piece) * size <= PIECE_BYTES for piece in pieces)
+    busy_until = [0] * threads
+    for piece in pieces:
+        first = busy_until.index(min(busy_until))
+        busy_until[first] += len(piece)
+    if count * size >= WORTH_SHARING:
+        assert max(busy_until) <= -(-count // threads) + 1

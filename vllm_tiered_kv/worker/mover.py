@@ -291,18 +291,23 @@ class Lane:
         )
 
     def _pieces(self, job: CopyJob) -> Iterable[tuple[int, ...]]:
-        """Cut a job's copies into runs: bounded, and a fair share for each thread."""
-        sizes, total = job.sizes, job.total
-        limit = self._piece_bytes
-        if total >= WORTH_SHARING:
-            limit = min(limit, -(-total // len(self._threads)))
+        """Cut a job's copies into runs: bounded, as many for each thread, the longer ones first.
+
+        Else one thread has more to do than the others, and the job ends when it does.
+        """
+        sizes, total, limit = job.sizes, job.total, self._piece_bytes
         if job.worth is not None:
             limit = min(limit, max(WORTH_SHARING, -(-total // LOOKS)))
+        count = -(-total // limit)
+        if total >= WORTH_SHARING:
+            count += -count % len(self._threads)
         run: list[int] = []
-        filled = 0
+        filled, left = 0, total
         for i, size in enumerate(sizes):
-            if run and filled + size > limit:
+            if run and (filled * count >= left or filled + size > self._piece_bytes):
                 yield tuple(run)
+                left -= filled
+                count = max(1, count - 1)
                 run, filled = [], 0
             run.append(i)
             filled += size
