@@ -82,8 +82,8 @@ BENCHES = {
     ),
     "chat": Bench(
         DOCUMENT,
-        "Conversations of four turns, ten at a time, with four seconds to think before each turn; "
-        "together about twice what the device cache holds:",
+        "Conversations of four turns, ten at a time, with four seconds to think before each turn: "
+        "the device cache still holds nearly all that comes back, so it can only cost:",
         (NONE, CPU, DISK),
         (
             *("--workload", "chat"),
