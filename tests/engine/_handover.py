@@ -103,9 +103,11 @@ def prefill(
     return params
 
 
-def decode(client: Client, tokens: list[int], params: Any, count: int = 8) -> Completion:
+def decode(
+    client: Client, tokens: list[int], params: Any, count: int = 8, **body: Any
+) -> Completion:
     """What a consumer says that goes on from a hand-over."""
-    return client.complete(tokens, max_tokens=count, kv_transfer_params=params)
+    return client.complete(tokens, max_tokens=count, kv_transfer_params=params, **body)
 
 
 def alone(client: Client, tokens: list[int], count: int = 8, **body: Any) -> Completion:
@@ -119,7 +121,9 @@ def fresh(tokens: int) -> list[int]:
     return prompt(f"handed over {next(_seeds)}", tokens)
 
 
-def handed_over(producer: Client, consumer: Client, count: int, *, computed: int = 0) -> list[int]:
+def handed_over(
+    producer: Client, consumer: Client, count: int, *, computed: int = 0, **body: Any
+) -> list[int]:
     """All of a prompt is pulled, and the answer is the one of an engine that computes it.
 
     Engines that share two processors may keep each other from answering in time. Then the prompt
@@ -128,14 +132,15 @@ def handed_over(producer: Client, consumer: Client, count: int, *, computed: int
     Args:
         count: tokens of the prompt.
         computed: those at its end that are never pulled.
+        body: of all requests.
 
     Returns:
         The prompt.
     """
     for _ in range(TRIES):
         tokens, before, failed = fresh(count), pulled(consumer), failures(consumer)
-        got = decode(consumer, tokens, prefill(producer, tokens))
-        assert_same_output(alone(producer, tokens), got)
+        got = decode(consumer, tokens, prefill(producer, tokens, **body), **body)
+        assert_same_output(alone(producer, tokens, **body), got)
         if pulled(consumer) - before == count - computed:
             return tokens
         late = failures(consumer) - failed

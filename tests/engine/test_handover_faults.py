@@ -93,7 +93,7 @@ def hold(tmp_path_factory: pytest.TempPathFactory) -> Held:
 def consumer(servers: Pool, fleet_key: Path, hold: Held) -> Iterator[Running]:
     """A consumer for this module alone; it runs one request at once."""
     options: dict[str, Any] = {
-        "kv_transfer_config": held_config("kv_consumer", fleet_key, deadline=12.0),
+        "kv_transfer_config": held_config("kv_consumer", fleet_key, deadline=20.0),
         "args": ["--max-num-seqs=1"],
         "env": hold.env,
     }
@@ -142,11 +142,11 @@ def test_a_producer_is_killed_and_comes_back(other: Mortal, consumer: Running, h
     client = consumer.client
     texts = [fresh(1500), fresh(500), fresh(400)]
     before, failed = pulled(client), failures(client)
+    stale = prefill(other.client, texts[2])
     with hold.reads(), ThreadPoolExecutor(2) as pool:
         coming = [pool.submit(decode, client, texts[0], prefill(other.client, texts[0]))]
         hold.wait_reached()
         with occupied(client):
-            stale = prefill(other.client, texts[2])
             coming.append(pool.submit(decode, client, texts[1], prefill(other.client, texts[1])))
             client.wait_for_metrics(lambda metrics: metrics.value("vllm:num_requests_waiting") == 2)
             kill(other.running)
