@@ -44,8 +44,8 @@ SLOWNESS = (0.0, 0.3, 0.7, 1.0, 1.5, 3.0, 10.0)
 LENGTHS = (256, 512, 1024, 2048, 3968)
 RESAMPLES = 2000
 CHUNK_KIB = 384  # of the model, in float32
-CHUNKS_ABOVE = LENGTHS[-1] // CHUNK + 2
-"""Slots of the CPU tier above the disk: the longest prompt pushes all others out."""
+CHUNKS_ABOVE = LENGTHS[-1] // CHUNK
+"""Slots of the CPU tier above the disk: the longest prompt takes all."""
 
 
 class Tier(str, enum.Enum):
