@@ -4,7 +4,7 @@
 Given to ``vllm serve`` by its module path. In the folder named by ``TIERED_KV_HELD`` a file
 ``hold`` stops every other piece of a read before it is posted. So the read stands in its middle, as
 one of a peer that stands still, and these bytes land when the file is gone, whatever was decided
-meanwhile. A file ``mute`` keeps leases from being renewed.
+meanwhile. A file ``mute`` keeps leases from being renewed, and a file ``slow`` makes steps longer.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from vllm_tiered_kv.remote.transport.agent import Agent
 from vllm_tiered_kv.remote.transport.nixl_transport import NixlTransport
 
 PIECE_BYTES = 256 << 10
+SLOWER = 0.01
+"""Seconds a step."""
 
 
 class HeldKVConnector(TieredKVConnector):
@@ -33,13 +35,19 @@ class HeldKVConnector(TieredKVConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self._files = files(Path(os.environ[VARIABLE]))
         if role is compat.KVConnectorRole.WORKER:
             self._worker.remote.open_transport = HeldTransport
             return
-        mute = files(Path(os.environ[VARIABLE]))[2]
+        mute = self._files[2]
         client = self._scheduler.remote.agent._client
         renew = client._renew
         client._renew = lambda peer, now: None if mute.exists() else renew(peer, now)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._files[3].exists():
+            time.sleep(SLOWER)
+        super().start_load_kv(forward_context, **kwargs)
 
 
 class HeldTransport(NixlTransport):
@@ -52,7 +60,7 @@ class HeldTransport(NixlTransport):
 
     def _reading_agent(self) -> Agent:
         agent = super()._reading_agent()
-        hold, reached, _ = files(Path(os.environ[VARIABLE]))
+        hold, reached, *_ = files(Path(os.environ[VARIABLE]))
         post, posts = agent.post, itertools.count()
 
         def held(handle: int) -> Any:

@@ -14,14 +14,14 @@ VARIABLE = "TIERED_KV_HELD"
 
 
 class Held:
-    """Stops reads, and renewals.
+    """Stops reads and renewals, and slows an engine down.
 
     Args:
         folder: of this object's alone.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._hold, self._reached, self._mute = files(folder)
+        self._hold, self._reached, self._mute, self._slow = files(folder)
         self.env = {VARIABLE: str(folder), "PYTHONPATH": str(ROOT)}
 
     @contextlib.contextmanager
@@ -48,12 +48,24 @@ class Held:
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
         """Within this block leases are not renewed."""
-        self._mute.touch()
-        try:
+        with _there(self._mute):
             yield
-        finally:
-            self._mute.unlink()
+
+    @contextlib.contextmanager
+    def slowed(self) -> Iterator[None]:
+        """Within this block each step takes a hundredth of a second more."""
+        with _there(self._slow):
+            yield
 
 
-def files(folder: Path) -> tuple[Path, Path, Path]:
-    return folder / "hold", folder / "reached", folder / "mute"
+@contextlib.contextmanager
+def _there(file: Path) -> Iterator[None]:
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
+def files(folder: Path) -> tuple[Path, Path, Path, Path]:
+    return folder / "hold", folder / "reached", folder / "mute", folder / "slow"

@@ -146,7 +146,7 @@ def test_a_producer_is_killed_and_comes_back(other: Mortal, consumer: Running, h
     with hold.reads(), ThreadPoolExecutor(2) as pool:
         coming = [pool.submit(decode, client, texts[0], prefill(other.client, texts[0]))]
         hold.wait_reached()
-        with occupied(client):
+        with occupied(client, hold):
             coming.append(pool.submit(decode, client, texts[1], prefill(other.client, texts[1])))
             client.wait_for_metrics(lambda metrics: metrics.value("vllm:num_requests_waiting") == 2)
             kill(other.running)
@@ -192,9 +192,9 @@ def test_a_producer_comes_back_under_another_name(other: Mortal, consumer: Runni
 
 
 @contextlib.contextmanager
-def occupied(client: Client) -> Iterator[None]:
-    """The one place that the engine has is taken meanwhile."""
-    with begun(client, fresh(20), None, max_tokens=4000):
+def occupied(client: Client, hold: Held) -> Iterator[None]:
+    """The one place that the engine has is taken meanwhile: for 40 seconds at least."""
+    with hold.slowed(), begun(client, fresh(20), None, max_tokens=4000):
         client.wait_for_metrics(lambda metrics: metrics.value("vllm:num_requests_running") == 1)
         yield
 
@@ -211,7 +211,7 @@ def test_a_request_waits_for_longer_than_its_lease(
     before, failed = pulled(client), failures(client)
     quiet = contextlib.nullcontext() if is_renewed else hold.muted()
     with quiet, ThreadPoolExecutor(1) as pool:
-        with occupied(client):
+        with occupied(client, hold):
             coming = pool.submit(decode, client, text, pair.prefill(text))
             client.wait_for_metrics(lambda metrics: metrics.value("vllm:num_requests_waiting") == 1)
             time.sleep(1.3 * LEASE)  # the lease's own time is what this is about
