@@ -18,6 +18,7 @@ from tests.scheduler.handover import (
     abort_while_bytes_come,
     decode,
     give_up_while_bytes_come,
+    pass_time,
     prefill,
     wait,
     wait_held,
@@ -35,6 +36,26 @@ def test_aborts_while_bytes_are_on_their_way_leak_nothing(
     abort_while_bytes_come(producer, consumer, prompts)
     consumer.wait_free()
     producer.wait_free()
+    consumer.sim.check_quiet()
+
+
+def test_an_idle_consumer_does_not_hold_what_it_has_given_up(
+    producer: Engine, consumer: Engine
+) -> None:
+    """That the read has ended it would hear with a step, and it makes none."""
+    consumer.transport.is_held = True
+    consumer.sim.add("d", prompt(ODD), 3, params=prefill(producer, prompt(ODD)))
+    wait_held(consumer)
+    consumer.sim.abort("d")
+    consumer.transport.give_up()
+    consumer.sim.run()
+    assert consumer.remote.pulls.quarantined == 1
+    for _ in range(16):
+        assert consumer.remote.pulls.quarantined == 1
+        pass_time([producer, consumer], LEASE / 4)
+    producer.wait_free()
+    consumer.transport.land()
+    consumer.sim.complete("last", prompt(BLOCK, seed=77), 1)
     consumer.sim.check_quiet()
 
 

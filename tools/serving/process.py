@@ -34,6 +34,9 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # vLLM compiles a few small functions even when eager: half a minute, and a C++ compiler.
     "TORCHDYNAMO_DISABLE": "1",
+    # Engines with a thread on each processor share them: while threads spin for one another that
+    # are not running, a prefill was seen to take a hundred times as long.
+    "OMP_WAIT_POLICY": "PASSIVE",
 }
 
 

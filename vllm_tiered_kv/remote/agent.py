@@ -259,6 +259,10 @@ class RemoteAgent:
         """It is not wanted any more, and no read of it goes on."""
         self._errands.insist(self._client.release, handoff)
 
+    def lapse(self, handoff: Handoff) -> None:
+        """It is not wanted any more; a read of it may go on until :meth:`release`."""
+        self._errands.insist(self._client.lapse, handoff)
+
     # -- what is wanted: chunks ----------------------------------------------------------
 
     def ask(self, keys: Sequence[bytes], content: bytes) -> Inquiry:

@@ -8,6 +8,7 @@ for longer, so that a dead one delays a few requests and not all.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -192,6 +193,12 @@ class Client:
                 if question.handoff is handoff:
                     self._forget(peer, question)
 
+    def lapse(self, handoff: Handoff) -> None:
+        """It is not wanted any more, but a read of it may go on: it is held for no longer than its
+        time, unless :meth:`release` says before that none does."""
+        handoff.end("given up")
+        handoff.renew_at = math.inf
+
     # -- what is answered --------------------------------------------------------------
 
     def heard(self, address: Address, answer: Answer) -> None:
@@ -323,7 +330,8 @@ class Client:
                 continue
             if hold in named:
                 handoff.valid_until = question.sent + answer.seconds
-                handoff.renew_at = question.sent + answer.seconds / RENEWALS
+                if handoff.state is not State.OVER:
+                    handoff.renew_at = question.sent + answer.seconds / RENEWALS
             else:
                 self._lose(peer, handoff)
 

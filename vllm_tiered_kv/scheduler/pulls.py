@@ -309,6 +309,8 @@ class Pulls:
         if not active.writers or self._pool is None:
             self._agent.release(active.handoff)
             return
+        # An engine that idles hears of the read's end with its next step, which may be long after.
+        self._agent.lapse(active.handoff)
         compat.hold_blocks(self._pool, active.blocks)
         self._quarantined[job] = active
         self.held += len(active.blocks)

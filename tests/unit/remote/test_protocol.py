@@ -127,6 +127,33 @@ def test_without_renewals_both_sides_end_it(wire: Wire) -> None:
     assert freed(wire) == [handoff.ticket.lease]
 
 
+@pytest.mark.parametrize("renewing", [False, True])
+def test_what_was_given_up_is_not_renewed(wire: Wire, renewing: bool) -> None:
+    """Its end may be noticed late: an engine that idles is told of it with its next step."""
+    handoff = granted(wire)
+    if renewing:
+        wire.pass_time(SECONDS / 2)
+        assert wire.asks
+    wire.client.lapse(handoff)
+    for _ in range(14):
+        wire.run()
+        wire.pass_time(3.0)
+    assert freed(wire) == [handoff.ticket.lease]
+    assert not wire.failures
+    wire.client.release(handoff)
+    assert wire.asks == []
+
+
+def test_what_was_given_up_is_given_back_when_no_read_goes_on(wire: Wire) -> None:
+    handoff = granted(wire)
+    wire.client.lapse(handoff)
+    wire.run()
+    assert freed(wire) == []
+    wire.client.release(handoff)
+    wire.run()
+    assert freed(wire) == [handoff.ticket.lease]
+
+
 def test_a_renewal_that_is_refused_ends_it(wire: Wire) -> None:
     handoff = granted(wire)
     assert wire.producer is not None
