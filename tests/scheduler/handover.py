@@ -151,6 +151,13 @@ def wait_held(engine: Engine, reads: int = 1) -> None:
         engine.sim.advance()
 
 
+def begin_held(producer: Engine, consumer: Engine, tokens: list[int]) -> None:
+    """Request "d", whose read is under way and stands still."""
+    consumer.transport.is_held = True
+    consumer.sim.add("d", tokens, 3, params=prefill(producer, tokens))
+    wait_held(consumer)
+
+
 def abort_while_bytes_come(producer: Engine, consumer: Engine, prompts: list[list[int]]) -> None:
     """Each is aborted while it is read; what it holds is given back afterwards."""
     for i, tokens in enumerate(prompts):
@@ -168,9 +175,7 @@ def give_up_while_bytes_come(
     producer: Engine, consumer: Engine, tokens: list[int], blocks: int, *, is_aborted: bool
 ) -> None:
     """A read is given up, and lands late: into blocks that nobody else has until then."""
-    consumer.transport.is_held = True
-    consumer.sim.add("d", tokens, 3, params=prefill(producer, tokens))
-    wait_held(consumer)
+    begin_held(producer, consumer, tokens)
     if is_aborted:
         consumer.sim.abort("d")
     consumer.transport.give_up()

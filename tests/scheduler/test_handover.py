@@ -16,6 +16,7 @@ from tests.scheduler.handover import (
     TO_PRODUCER,
     Engine,
     Fleet,
+    begin_held,
     decode,
     prefill,
     wait,
@@ -379,9 +380,7 @@ def test_a_request_that_waits_keeps_its_lease(producer: Engine, fleet: Fleet) ->
 def test_bytes_that_arrive_after_the_lease_are_not_accepted(
     producer: Engine, consumer: Engine
 ) -> None:
-    consumer.transport.is_held = True
-    consumer.sim.add("d", prompt(ODD), 3, params=prefill(producer, prompt(ODD)))
-    wait_held(consumer)
+    begin_held(producer, consumer, prompt(ODD))
     handoff = next(iter(consumer.remote.pulls._active.values())).handoff
     handoff.valid_until = 0.0
     consumer.transport.release()
@@ -395,9 +394,7 @@ def test_bytes_that_arrive_after_the_lease_are_not_accepted(
 def test_a_consumer_that_says_nothing_costs_lease_and_grace(
     producer: Engine, consumer: Engine
 ) -> None:
-    consumer.transport.is_held = True
-    consumer.sim.add("d", prompt(ODD), 3, params=prefill(producer, prompt(ODD)))
-    wait_held(consumer)
+    begin_held(producer, consumer, prompt(ODD))
     consumer.remote.agent._client._send = lambda address, data: True
     producer.pass_time(LEASE + 1)
     time.sleep(0.5)

@@ -16,6 +16,7 @@ from tests.scheduler.handover import (
     Engine,
     Fleet,
     abort_while_bytes_come,
+    begin_held,
     decode,
     give_up_while_bytes_come,
     pass_time,
@@ -43,9 +44,7 @@ def test_an_idle_consumer_does_not_hold_what_it_has_given_up(
     producer: Engine, consumer: Engine
 ) -> None:
     """That the read has ended it would hear with a step, and it makes none."""
-    consumer.transport.is_held = True
-    consumer.sim.add("d", prompt(ODD), 3, params=prefill(producer, prompt(ODD)))
-    wait_held(consumer)
+    begin_held(producer, consumer, prompt(ODD))
     consumer.sim.abort("d")
     consumer.transport.give_up()
     consumer.sim.run()
@@ -73,9 +72,7 @@ def test_aborts_before_anything_is_asked_give_the_blocks_back(
 
 def test_a_rank_stands_still_when_it_is_about_to_look(producer: Engine, consumer: Engine) -> None:
     consumer.sim.half.core.clock = consumer.clock
-    consumer.transport.is_held = True
-    consumer.sim.add("d", prompt(ODD), 3, params=prefill(producer, prompt(ODD)))
-    wait_held(consumer)
+    begin_held(producer, consumer, prompt(ODD))
     poll = consumer.transport.poll
 
     def late() -> Any:
@@ -194,9 +191,7 @@ def test_a_reset_ends_hand_overs(producer: Engine, consumer: Engine) -> None:
 
 
 def test_a_reset_while_bytes_are_on_their_way(producer: Engine, consumer: Engine) -> None:
-    consumer.transport.is_held = True
-    consumer.sim.add("d", prompt(ODD), 3, params=prefill(producer, prompt(ODD)))
-    wait_held(consumer)
+    begin_held(producer, consumer, prompt(ODD))
     consumer.sim.half.reset()
     consumer.transport.release()
     consumer.sim.run()
